@@ -1,0 +1,5 @@
+"""The plugin inside vLLM."""
+
+
+def register() -> None:
+    """vLLM plugin entry point."""

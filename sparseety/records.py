@@ -1,0 +1,307 @@
+"""The records of the capture log: what the proxy saw and what the engine sampled.
+
+Both programs write JSON Lines, one record a line, tagged by `event`. A field that holds its default is left out.
+`ts` is Unix seconds in steps of a microsecond, advanced by the monotonic clock. Ids of tokens are content: whoever has
+the tokenizer reads them as text. docs/capture-format.md lists the same fields; a test holds the two together.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FORMAT_VERSION = 1  # rises with any change that a reader can notice; has nothing to do with the release number
+
+Source = Literal["proxy", "engine"]
+Endpoint = Literal["chat", "completions"]
+Kind = Literal[
+    "text", "reasoning", "tool_call", "role", "finish", "usage", "error", "comment", "control", "done", "unparsed"
+]
+Outcome = Literal["complete", "client_gone", "upstream_broken", "upstream_unreachable", "shutdown", "internal_error"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
+    """One line of a log."""
+
+    ts: float  # when it happened, by the writer's clock
+
+
+# ---------------------------------------------------------------------------------------------- the log itself
+
+
+class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What this witness was obliged to record. An absence means something only inside it."""
+
+    endpoints: list[Endpoint] = []  # the proxy: endpoints whose text is recorded
+    upstream: str | None = None  # the proxy: where it sends requests, without credentials
+    exclusive: bool = False  # the proxy: the operator says that every request of the upstream passes through here
+    sample: float = 1.0  # share of requests recorded, 0..1
+
+
+class LogOpen(Record, frozen=True, kw_only=True, tag="log_open"):
+    """The first line of each file. (source, host, pid, start) names the writer."""
+
+    format: int
+    source: Source
+    host: str
+    pid: int
+    start: float  # when this writer was opened; the same in all its files
+    program: str  # "sparseety 0.1.0"
+    scope: Scope
+
+
+class LogClose(Record, frozen=True, kw_only=True, tag="log_close"):
+    """The last line of a file that was closed in order. Without it the writer runs still, or was killed."""
+
+    records: int  # written before this one
+    lost: int  # records that could not be written; each is covered by a `gap`
+
+
+class Gap(Record, frozen=True, kw_only=True, tag="gap"):
+    """Records that are missing here, so that nobody takes their absence for a fact."""
+
+    reason: str
+    count: int  # records lost
+    captures: list[int] = []  # the proxy's requests concerned
+    requests: list[int] = []  # the engine's requests concerned
+    # neither: it is not known which requests are concerned, so any open at this time may be
+
+
+# --------------------------------------------------------------------------------------------------- the proxy
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token counts as the server states them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None  # summed over all choices
+    cached_tokens: int | None = None
+
+
+class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the client asked for, as far as it decides which text is right. Absent in the request: the default."""
+
+    model: str | None = None
+    stream: bool = False
+    n: int = 1
+    max_tokens: int | None = None  # or max_completion_tokens
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    ignore_eos: bool = False
+    echo: bool = False
+    detokenize: bool = True
+    use_beam_search: bool = False
+    include_reasoning: bool = True
+    return_token_ids: bool = False
+    logprobs: bool = False
+    tools: bool = False  # the request offers tools
+    structured: bool = False  # a response_format or structured_outputs constrains the text
+    include_usage: bool = False  # stream_options.include_usage
+    prompts: int = 1  # /v1/completions: number of prompts
+    messages: int | None = None  # /v1/chat/completions: number of messages
+    prompt_chars: int | None = None  # code points of all prompt text; None where the prompt is token ids
+
+
+class RequestStart(Record, frozen=True, kw_only=True, tag="request_start"):
+    """A request has arrived, its body read to the end or to the capture limit. Written for every request."""
+
+    capture: int  # this writer's own request number, from 1
+    uuid: str
+    method: str
+    path: str  # without the query, which may hold credentials
+    endpoint: Endpoint | None = None  # None: passed through, sizes and status only
+    x_request_id: str | None = None
+    session: str | None = None  # the client's X-Session-Id
+    parameters: RequestParameters | None = None  # None: no endpoint of ours, or a body that is not its JSON
+
+
+class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
+    """One event of a stream; one record for each choice and kind in it. Made from a copy, after forwarding."""
+
+    capture: int
+    wire_index: int  # number of the SSE event in this stream, from 1
+    read: int | None = None  # number of the network read that completed it, from 1; None: equal to wire_index
+    kind: Kind = "text"
+    choice: int = 0
+    chunk_index: int | None = None  # this choice's text-bearing records, from 1; None: no text
+    delta_text: str = ""
+    delta_len: int | None = None  # code points; None: as many as delta_text has
+    accumulated_len: int | None = None  # code points of this choice so far; None: no text
+    token_ids: list[int] | None = None  # as the server sent them (return_token_ids)
+    logprob_count: int | None = None  # number of logprob entries, one a token
+    usage: Usage | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # vLLM: the stop string or stop token id that ended the choice
+    response_id: str | None = None  # on the first record that knows it
+    raw: str | None = None  # the event as received, where parsing would lose something
+    raw_base64: bytes | None = None  # the same, where it is not UTF-8
+
+
+class Stamps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """When things happened at the proxy, Unix seconds; None: they did not."""
+
+    sent: float | None = None  # the request's last byte handed to the upstream connection
+    headers: float | None = None  # the reply's head received
+    first_chunk: float | None = None  # first body byte
+    first_token: float | None = None  # first event with text, of any choice
+    last_token: float | None = None
+    end: float | None = None
+
+
+class StreamDone(Record, frozen=True, kw_only=True, tag="stream_done"):
+    """An event stream has ended, in whatever way."""
+
+    capture: int
+    outcome: Outcome
+    status: int  # HTTP status code
+    chunk_count: int  # text-bearing records, all choices
+    total_text_len: int  # code points, all choices
+    events: int  # SSE events, a cut last one included
+    reads: int  # network reads with data
+    bytes: int  # body bytes received from the upstream
+    sha256: str  # of those bytes, hexadecimal
+    end_marker: bool  # the endpoint's end marker was seen ([DONE])
+    stamps: Stamps
+    usage: Usage | None = None  # the last one seen
+    error: str | None = None  # what broke, where outcome is not "complete"
+
+
+class ReplyChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice of a reply that was no stream."""
+
+    choice: int = 0
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: bool = False
+    token_ids: list[int] | None = None
+    logprob_count: int | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Response(Record, frozen=True, kw_only=True, tag="response"):
+    """A reply that was no event stream, or a request that got none."""
+
+    capture: int
+    outcome: Outcome
+    stamps: Stamps
+    status: int | None = None  # HTTP status code; None: no reply arrived
+    bytes: int = 0
+    sha256: str | None = None
+    response_id: str | None = None
+    choices: list[ReplyChoice] = []  # empty: not one of our endpoints, an error body, or not readable as its JSON
+    usage: Usage | None = None
+    unread: str | None = None  # why the body of one of our endpoints was not read into choices
+    error: str | None = None
+
+
+# -------------------------------------------------------------------------------------------------- the engine
+
+
+class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which tokenizer the engine serves with."""
+
+    name: str  # path or repository name, as given to the engine
+    mode: str = "auto"
+    files: dict[str, str] = {}  # file name -> sha256, of the tokenizer's files that were found
+    vocab_size: int | None = None  # rows of the model's output layer: every sampled id is below it
+
+
+class EngineStart(Record, frozen=True, kw_only=True, tag="engine_start"):
+    """An engine core with the plugin has come up."""
+
+    vllm: str  # version
+    model: str
+    tokenizer: TokenizerIdentity
+    served_names: list[str] = []
+    max_model_len: int | None = None
+    reasoning_parser: str | None = None
+    data_parallel_rank: int = 0
+    hooks_expected: list[str] = []
+    hooks_attached: list[str] = []
+
+
+class RequestAdded(Record, frozen=True, kw_only=True, tag="request_added"):
+    """The scheduler has taken a request (one choice of one prompt)."""
+
+    request: int  # this writer's own request number, from 1
+    external_id: str  # as in the reply's `id`, less vLLM's random suffix and child prefix
+    engine_id: str  # the engine's own name for it
+    prompt_len: int  # tokens
+    child: int = 0  # k of n > 1
+    prompt_tail: list[int] = []  # the last 16 ids of the prompt
+    stop: list[str] = []
+    stop_token_ids: list[int] = []  # the request's own; eos_ids are not among them
+    eos_ids: list[int] = []  # ids that end it as "end of sequence"; empty under ignore_eos
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    max_tokens: int | None = None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one engine step did for one request."""
+
+    request: int
+    first_index: int  # 0-based position of ids[0] in the output; a jump between rows means that ids are missing
+    ids: list[int] = []  # as accepted by the scheduler; rejected drafts are not in here
+    start: int | None = None  # position of the first token computed in this step; None: not known
+    drafts: int = 0  # draft tokens proposed to this step
+    accepted: int = 0  # of these, accepted
+    discarded: list[int] = []  # sampled, then thrown away (past a stop, or after the request had ended)
+
+
+class Step(Record, frozen=True, kw_only=True, tag="step"):
+    """One engine step that sampled something."""
+
+    step: int  # counts from 0 within this engine process
+    rows: list[Row]
+
+
+class RequestFinished(Record, frozen=True, kw_only=True, tag="request_finished"):
+    """The scheduler has let go of a request."""
+
+    request: int
+    total_ids: int  # ids accepted over its whole life
+    finish_reason: str | None = None  # the engine's word: stop, length, abort, error, repetition
+    stop_reason: int | str | None = None
+    cached_tokens: int | None = None  # prompt tokens taken from the prefix cache; None: not known
+    preemptions: int = 0
+
+
+AnyRecord = (
+    LogOpen
+    | LogClose
+    | Gap
+    | RequestStart
+    | Chunk
+    | StreamDone
+    | Response
+    | EngineStart
+    | RequestAdded
+    | Step
+    | RequestFinished
+)
+
+RECORD_TYPES: tuple[type[Record], ...] = AnyRecord.__args__
+
+
+def subjects(record: AnyRecord) -> tuple[list[int], list[int]]:
+    """The requests a record speaks of: (captures of a proxy log, requests of an engine log)."""
+    match record:
+        case RequestStart() | Chunk() | StreamDone() | Response():
+            return [record.capture], []
+        case RequestAdded() | RequestFinished():
+            return [], [record.request]
+        case Step():
+            return [], [row.request for row in record.rows]
+        case Gap():
+            return record.captures, record.requests
+        case _:
+            return [], []
