@@ -108,6 +108,11 @@ class LogWriter:
         self._thread = threading.Thread(target=self._run, name=f"sparseety-log-{source}", daemon=True)
         self._thread.start()
 
+    @property
+    def healthy(self) -> bool:
+        """The writing thread lives, and the disk took what was last given to it."""
+        return self._thread.is_alive() and not self._failing
+
     def put(self, record: AnyRecord) -> bool:
         """Queue a record. False: it was lost, which is counted and will be said in the file."""
         try:

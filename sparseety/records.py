@@ -84,6 +84,7 @@ class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     stream: bool = False
     n: int = 1
     max_tokens: int | None = None  # or max_completion_tokens
+    min_tokens: int = 0  # no stop before so many
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -243,6 +244,7 @@ class RequestAdded(Record, frozen=True, kw_only=True, tag="request_added"):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     max_tokens: int | None = None
+    min_tokens: int = 0  # no stop string, stop id or end of sequence counts before so many
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,238 @@
+"""Judge one choice: the text that came against the ids that were sampled, and the ids in the stream. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from sparseety.records import RequestAdded
+from verifier.classify import Difference
+from verifier.compare import Comparison, Ending, compare
+from verifier.expect import REPLACEMENT, TextRules
+from verifier.findings import Axis, Finding, RequestVerdict, Severity, place
+from verifier.join import Capture, Delivered, EngineRequest, Log
+from verifier.tokenizer import NoTokenizer, Tokenizer
+
+TokenizerOf = Callable[[Log], Tokenizer]
+"""The tokenizer that the engine behind a log served with. Raises NoTokenizer."""
+
+INFO_DETAILS = {
+    "TRIMMED_STOP": "the text is cut at the stop string",
+    "INCOMPLETE_UTF8_TAIL": "the last ids only begin a character, which the server rightly held back",
+    "ABORTED_PREFIX": "the stream was broken off; what came is the beginning of the text of the ids",
+    "LEADING_SPACE": "the tokenizer drops one space at a text's start",
+    "REPLAY_ONLY": "equal by vLLM's own detokenizer; the bytes alone do not decide",
+    "SPECIAL_SKIPPED": "special tokens were sampled, and left out as asked",
+}
+
+
+@dataclass(slots=True)
+class ChoiceJudge:
+    """Adds what it finds to `result`."""
+
+    result: RequestVerdict
+    capture: Capture
+    choice: int
+    engine: EngineRequest
+    damaged: bool  # the proxy's log lost something of this request
+    delivered: Delivered = field(init=False)
+    added: RequestAdded = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.delivered = self.capture.choices.get(self.choice) or Delivered()
+        assert self.engine.added is not None  # the join goes by it
+        self.added = self.engine.added
+
+    def judge(self, tokenizer_of: TokenizerOf) -> tuple[int, int] | None:
+        """Returns (ids up to the stop string, ids in all), or None where they are not all known."""
+        engine = self.engine
+        self.result.choices += 1
+        self.result.tokens += len(engine.ids)
+        if blocked := self._blocked():
+            self._find(*blocked)
+            return None
+        try:
+            tokenizer = tokenizer_of(engine.log)
+        except NoTokenizer as error:
+            self._find("UNVERIFIABLE", "ids", Severity.UNKNOWN, str(error))
+            return None
+        if foreign := self._out_of_vocabulary(tokenizer):
+            self._find("ID_OUT_OF_VOCAB", "ids", Severity.FAULT, foreign)
+            return None
+        if not engine.complete:
+            detail = f"the engine's log ends before this request does ({len(engine.ids)} ids are known)"
+            self._find("BACKEND_LOG_INVALID", "log", Severity.UNKNOWN, detail)
+        came, problem = self._generated_text()
+        if problem:
+            self._find("UNVERIFIABLE", "text", Severity.UNKNOWN, problem)
+            return None
+        ending = self._ending()
+        comparison = compare(tokenizer, engine.ids, self._rules(), came, ending, self._chunk_ends())
+        self._text(comparison)
+        self._stream_ids(comparison, ending)
+        self._drift(tokenizer, came, comparison)
+        if not engine.complete:
+            return None
+        return self._kept(comparison), len(engine.ids)
+
+    def _find(self, code: str, axis: Axis, severity: Severity, detail: str) -> None:
+        places = (place(self.capture.log.path, self.capture.line), place(self.engine.log.path, self.engine.line))
+        self.result.findings.append(Finding(code, axis, severity, detail, choice=self.choice, places=places))
+
+    # ------------------------------------------------------------------------------------ what there is to compare
+
+    def _blocked(self) -> tuple[str, Axis, Severity, str] | None:
+        """Reasons not even to try."""
+        engine, unknown = self.engine, Severity.UNKNOWN
+        if engine.contradiction:
+            return "BACKEND_LOG_INVALID", "log", unknown, engine.contradiction
+        if gaps := [*engine.gaps, *engine.log.open_gaps]:
+            lost = sum(gap.count for gap in gaps)
+            return "LOST_RECORDS", "log", unknown, f"the engine's log lost {lost} records ({gaps[0].reason})"
+        parameters = self.capture.start.parameters if self.capture.start else None
+        if parameters is not None and parameters.use_beam_search:
+            return "NOT_SUPPORTED", "protocol", unknown, "beam search: the join cannot follow it"
+        return None
+
+    def _out_of_vocabulary(self, tokenizer: Tokenizer) -> str | None:
+        start = self.engine.log.engine
+        size = start.tokenizer.vocab_size if start else None
+        for index, token_id in enumerate(self.engine.ids):
+            if token_id < 0 or (size is not None and token_id >= size and not tokenizer.knows(token_id)):
+                return f"token {index} has an id outside the model's vocabulary of {size}"
+        return None
+
+    def _generated_text(self) -> tuple[str, str | None]:
+        """What came, less an echoed prompt; or why that cannot be told apart."""
+        text, start = self.delivered.text, self.capture.start
+        parameters = start.parameters if start else None
+        if start is None or parameters is None or not parameters.echo:
+            return text, None
+        if start.endpoint != "completions" or parameters.prompts != 1 or parameters.prompt_chars is None:
+            return text, "the prompt is echoed, and its length in characters is not known"
+        return text[parameters.prompt_chars :], None
+
+    def _chunk_ends(self) -> list[int]:
+        return list(accumulate(map(len, self.delivered.pieces)))
+
+    def _rules(self) -> TextRules:
+        return TextRules(
+            skip_special_tokens=self.added.skip_special_tokens,
+            spaces_between_special_tokens=self.added.spaces_between_special_tokens,
+            include_stop_str_in_output=self.added.include_stop_str_in_output,
+            prompt_len=self.added.prompt_len,
+            prompt_tail=self.added.prompt_tail,
+        )
+
+    def _ending(self) -> Ending:
+        request_end = self.capture.done or self.capture.response
+        assert request_end is not None
+        engine, delivered = self.engine, self.delivered
+        stop = delivered.stop_reason if isinstance(delivered.stop_reason, str) else None
+        whole = request_end.outcome == "complete" and not self.capture.error_events
+        broken_off = delivered.finish_reason is None and not whole
+        if stop is not None or broken_off:
+            by_token = False
+        elif engine.finished is not None:  # the engine itself stops by tokens only; strings are the front end's
+            by_token = engine.finished.finish_reason == "stop"
+        else:
+            by_token = bool(engine.ids) and engine.ids[-1] in {*self.added.eos_ids, *self.added.stop_token_ids}
+        parameters = self.capture.start.parameters if self.capture.start else None
+        return Ending(by_token, stop, parameters.min_tokens if parameters else 0, broken_off, not engine.complete)
+
+    # ------------------------------------------------------------------------------------------- what came of it
+
+    def _text(self, comparison: Comparison) -> None:
+        difference = comparison.difference
+        wrong = difference is not None or comparison.stop_missing
+        if wrong and (excuse := self._excuse()):
+            self.result.checked += comparison.tokens
+            self._find("UNVERIFIABLE", "text", Severity.UNKNOWN, excuse)
+            return
+        self.result.checked += len(self.engine.ids) if wrong else comparison.tokens
+        if "ABORTED_PREFIX" in comparison.codes:  # what was never sent could not be checked
+            self.result.tokens -= len(self.engine.ids) - comparison.tokens
+        if comparison.undecided:
+            detail = f"it would have to be known: {comparison.undecided}"
+            self._find("UNVERIFIABLE", "text", Severity.UNKNOWN, detail)
+        if comparison.stop_missing:
+            detail = "the stop string that is said to have ended it is not in the text of the ids"
+            self._find("STOP_NOT_IN_IDS", "protocol", Severity.FAULT, detail)
+        for code in comparison.codes:
+            if code != "EXACT":
+                self._find(code, "text", Severity.INFO, INFO_DETAILS[code])
+        if difference is not None:
+            self._difference(difference, comparison.token_index or 0)
+
+    def _excuse(self) -> str | None:
+        """Why a difference is no fault here: something known may explain it."""
+        if self.damaged:
+            return "the difference may lie in what the proxy's log lost"
+        parameters = self.capture.start.parameters if self.capture.start else None
+        if self.delivered.kinds - {"text"} or (parameters is not None and parameters.tools):
+            return "a reasoning or tool-call parser lays the text into channels; such text is not judged yet"
+        return None
+
+    def _difference(self, difference: Difference, token: int) -> None:
+        """A fault of the text, at the chunk and the engine step where it shows first."""
+        engine, delivered, capture = self.engine, self.delivered, self.capture
+        chunk = bisect_right(self._chunk_ends(), difference.offset)
+        chunk = min(chunk, max(0, len(delivered.pieces) - 1))
+        chunk_line = delivered.piece_lines[chunk] if delivered.pieces else capture.line
+        row = max(0, bisect_right(engine.row_starts, token) - 1)
+        row_line = engine.row_lines[row] if engine.row_lines else engine.line
+        for code in (difference.code, *(["BROKEN_UTF8"] if difference.broken_utf8 else [])):
+            self.result.findings.append(
+                Finding(
+                    code,
+                    "text",
+                    Severity.FAULT,
+                    f"at code point {difference.offset} of the text",
+                    choice=self.choice,
+                    token_index=token,
+                    token_id=engine.ids[token] if token < len(engine.ids) else None,
+                    chunk_index=chunk + 1,
+                    due=difference.due,
+                    came=difference.came,
+                    places=(place(capture.log.path, chunk_line), place(engine.log.path, row_line)),
+                )
+            )
+
+    def _kept(self, comparison: Comparison) -> int:
+        return len(self.engine.ids) if comparison.kept is None else comparison.kept
+
+    def _stream_ids(self, comparison: Comparison, ending: Ending) -> None:
+        """The ids in the stream (return_token_ids) against the engine's; and ids past the stop string."""
+        ids, sent = self.engine.ids, self.delivered.token_ids
+        kept = self._kept(comparison)
+        if kept < len(ids):
+            detail = f"{len(ids) - kept} ids were sampled past the stop string"
+            self._find("BACKEND_OVERRUN", "ids", Severity.INFO, detail)
+        if sent is None or not self.engine.complete or self.damaged:
+            return
+        if sent in (ids, ids[:kept]) or (ending.broken_off and sent == ids[: len(sent)]):
+            return
+        if self.delivered.kinds - {"text"}:
+            detail = f"{len(sent)} of {len(ids)} ids stand in the stream; parsers leave ids out"
+            self._find("IDS_LEFT_OUT", "ids", Severity.INFO, detail)
+            return
+        index = next((i for i, (one, other) in enumerate(zip(sent, ids, strict=False)) if one != other), None)
+        where = f"differ at token {index}" if index is not None else f"are {len(sent)}, the engine sampled {kept}"
+        self._find("ID_MISMATCH", "ids", Severity.FAULT, f"the ids in the stream {where}")
+
+    def _drift(self, tokenizer: Tokenizer, came: str, comparison: Comparison) -> None:
+        """Does the text, tokenized anew, give other ids? Information, never a fault."""
+        if "EXACT" not in comparison.codes or REPLACEMENT in came:
+            return
+        ids = self.engine.ids
+        if ids and ids[-1] in {*self.added.eos_ids, *self.added.stop_token_ids}:
+            ids = ids[:-1]
+        if not tokenizer.special.isdisjoint(ids):
+            return
+        again = tokenizer.encode(came)
+        if again == ids or tokenizer.text(again) != tokenizer.text(ids):
+            return  # the same; or a normalizer changes the text itself, so the two do not compare
+        pairs = zip(again, ids, strict=False)
+        first = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(again), len(ids)))
+        detail = f"tokenized anew, the text gives {len(again)} ids instead of {len(ids)}, other from token {first} on"
+        self._find("DRIFT", "ids", Severity.INFO, detail)

@@ -1,0 +1,150 @@
+"""Verdicts as text for a terminal and as JSON. Pure."""
+
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from verifier.findings import Finding, RequestVerdict, Severity, Verdict
+from verifier.run import Report
+
+_SHOWN = 40  # code points of content shown of each side
+_PROBLEMS_SHOWN = 5  # damaged lines named of each file
+
+
+def quote(text: str) -> str:
+    """Content for a terminal: quoted, cut, and nothing in it can move the cursor or turn the writing direction."""
+    shown = json.dumps(text[:_SHOWN], ensure_ascii=False)
+    # Cc, Cf, Cs, Co, Zl and Zp: control, format (bidi), surrogates, private use, line and paragraph separators.
+    safe = (f"\\u{ord(c):04x}" if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in shown)
+    return "".join(safe) + ("…" if len(text) > _SHOWN else "")
+
+
+def _content(text: str | None, show_text: bool) -> str:
+    if not text:
+        return "nothing"
+    if show_text:
+        return quote(text)
+    return f"‹{len(text)} character{'s' if len(text) != 1 else ''}›"
+
+
+def describe(finding: Finding, show_text: bool) -> str:
+    """One line: what, where, both sides."""
+    where = [f"choice {finding.choice}"] if finding.choice else []
+    if finding.token_index is not None:
+        where += [f"token {finding.token_index}", f"chunk {finding.chunk_index}"]
+    at = f" at {', '.join(where)}" if where else ""
+    if finding.due is None or finding.came is None:
+        return f"{finding.code}{at}: {finding.detail}"
+    due, came = _content(finding.due, show_text), _content(finding.came, show_text)
+    chose = f"sampler chose {due}" if finding.due else "sampler chose no text there"
+    if finding.due and show_text and finding.token_id is not None:
+        chose += f" ({finding.token_id})"
+    return f"{finding.code}{at}: client got {came}, {chose}"
+
+
+def request_lines(verdict: RequestVerdict, show_text: bool, verbose: bool) -> Iterator[str]:
+    """The lines of one request; none for a pass, unless asked for."""
+    shown = [f for f in verdict.findings if verbose or f.severity is not Severity.INFO]
+    if not verbose and verdict.verdict not in (Verdict.FAIL, Verdict.INCOMPLETE):
+        return
+    name = quote(verdict.request_id)[1:-1]
+    label = verdict.verdict.value.replace("_", " ").upper()
+    prefix = f"{name}  {label:<11} "
+    if verdict.verdict is Verdict.INCOMPLETE and verdict.tokens:
+        prefix += f"{verdict.checked} of {verdict.tokens} tokens checked; "
+    if not shown:
+        text = f"{verdict.checked} tokens checked" if verdict.verdict is Verdict.PASS else ""
+        yield (prefix + text).rstrip()
+    indent = " " * (len(name) + 14)
+    for number, finding in enumerate(shown):
+        yield (indent if number else prefix) + describe(finding, show_text)
+        if finding.severity is not Severity.INFO:
+            yield indent + "   ".join(finding.places)
+
+
+def summary_lines(report: Report) -> Iterator[str]:
+    counts = report.counts()
+    judged = [v for v in report.verdicts if v.verdict in (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)]
+    tokens, checked = sum(v.tokens for v in judged), sum(v.checked for v in judged)
+    yield (
+        f"{len(judged)} request{'s' if len(judged) != 1 else ''}: {counts[Verdict.PASS]} pass, "
+        f"{counts[Verdict.FAIL]} fail, {counts[Verdict.INCOMPLETE]} incomplete; {checked} of {tokens} tokens checked"
+    )
+    reasons = Counter(
+        code
+        for verdict in report.verdicts
+        if verdict.verdict is Verdict.PASS
+        for code in {finding.code for finding in verdict.findings}
+    )
+    if reasons:
+        yield "of the passes: " + ", ".join(f"{count} {code}" for code, count in reasons.most_common())
+    aside = Counter(
+        finding.code
+        for verdict in report.verdicts
+        if verdict.verdict in (Verdict.OUT_OF_SCOPE, Verdict.OPEN)
+        for finding in verdict.findings
+    )
+    if aside:
+        yield "not judged: " + ", ".join(f"{count} {code}" for code, count in aside.most_common())
+
+
+def problem_lines(report: Report) -> Iterator[str]:
+    """Damaged lines, the first few of each file."""
+    per_file = Counter(problem.path for problem in report.problems)
+    shown: Counter[Any] = Counter()
+    for problem in report.problems:
+        shown[problem.path] += 1
+        if shown[problem.path] <= _PROBLEMS_SHOWN:
+            yield str(problem)
+    for path, count in per_file.items():
+        if count > _PROBLEMS_SHOWN:
+            yield f"{path}: {count - _PROBLEMS_SHOWN} more lines were not usable"
+
+
+def request_json(verdict: RequestVerdict, show_text: bool) -> dict[str, Any]:
+    """One request as plain data; content only where asked for."""
+    return {
+        "type": "request",
+        "request_id": verdict.request_id,
+        "uuid": verdict.uuid,
+        "endpoint": verdict.endpoint,
+        "ts": verdict.ts,
+        "verdict": verdict.verdict.value,
+        "choices": verdict.choices,
+        "tokens": verdict.tokens,
+        "checked": verdict.checked,
+        "findings": [_finding_json(finding, show_text) for finding in verdict.findings],
+    }
+
+
+def _finding_json(finding: Finding, show_text: bool) -> dict[str, Any]:
+    data = {
+        "code": finding.code,
+        "axis": finding.axis,
+        "severity": finding.severity.value,
+        "detail": finding.detail,
+        "choice": finding.choice,
+        "token_index": finding.token_index,
+        "chunk_index": finding.chunk_index,
+        "places": finding.places,
+    }
+    if show_text:
+        data |= {"token_id": finding.token_id, "due": finding.due, "came": finding.came}
+    return data
+
+
+def summary_json(report: Report, exit_code: int) -> dict[str, Any]:
+    counts = report.counts()
+    return {
+        "type": "summary",
+        "requests": {verdict.value: counts[verdict] for verdict in Verdict},
+        "tokens": sum(verdict.tokens for verdict in report.verdicts),
+        "checked": sum(verdict.checked for verdict in report.verdicts),
+        "coverage": report.coverage,
+        "files": report.files,
+        "damaged_lines": len(report.problems),
+        "notes": report.notes,
+        "exit_code": exit_code,
+    }

@@ -1,0 +1,185 @@
+"""From token ids to bytes by the tokenizer's own file; by vLLM's detokenizer where bytes are not enough.
+
+The table comes from tokenizer.json, not from the server under test. `replay` uses the library that vLLM uses, so it is
+the arbiter only where bytes are no valid UTF-8, or where no table can be made.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from sparseety.errors import SparseetyError
+
+# tokenizers' own words for a DecodeStream whose text did not grow as it expected (invalid UTF-8 that became valid).
+_INVALID_PREFIX = "Invalid prefix encountered"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class NoTokenizer(SparseetyError):
+    """The tokenizer that the engine served with was not found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """One tokenizer.json, read.
+
+    table: id -> bytes, or None where the tokenizer's decoder is of neither known family (then only `replay` works).
+    byte_fallback: SentencePiece style: one leading space is stripped from a text's start, broken bytes decode
+    one U+FFFD each.
+    """
+
+    path: Path
+    sha256: str
+    table: dict[int, bytes] | None
+    special: frozenset[int]
+    added: dict[int, str]
+    byte_fallback: bool
+    _library: tokenizers.Tokenizer = field(repr=False)
+
+    def knows(self, token_id: int) -> bool:
+        return self._library.id_to_token(token_id) is not None
+
+    def replay(
+        self, prompt: Sequence[int], ids: Iterable[int], *, skip_special: bool, spaces_between_special: bool
+    ) -> list[str]:
+        """The text that vLLM's FastIncrementalDetokenizer emits for each id; never flushed, as there.
+
+        Source: vllm/v1/engine/detokenizer.py of vLLM 0.32, FastIncrementalDetokenizer.decode_next.
+        """
+        stream = DecodeStream(ids=list(prompt), skip_special_tokens=skip_special)
+        keep_spaces = skip_special or spaces_between_special
+        pieces, after_added = [], False
+        for token_id in ids:
+            try:
+                piece = stream.step(self._library, token_id)
+            except Exception as error:
+                if not str(error).startswith(_INVALID_PREFIX):
+                    raise
+                stream = DecodeStream(skip_special_tokens=skip_special)
+                piece = stream.step(self._library, token_id)
+            if not keep_spaces:
+                added = self.added.get(token_id)
+                if added is not None and after_added:
+                    piece = added
+                after_added = added is not None
+            pieces.append(piece or "")
+        return pieces
+
+    def text(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The library's own decoding: for prompts and messages, never for a verdict on output."""
+        return self._library.decode(list(ids), skip_special_tokens=skip_special)
+
+    def encode(self, text: str) -> list[int]:
+        """The canonical ids of a text, without specials added."""
+        return self._library.encode(text, add_special_tokens=False).ids
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json, or the one in a folder. Raises SparseetyError."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        data = file.read_bytes()
+        library = tokenizers.Tokenizer.from_buffer(data)
+        decoder = json.loads(data).get("decoder")
+    except OSError as error:
+        raise SparseetyError(f"{file}: {error.strerror}; give a tokenizer.json or the folder that holds one") from None
+    except Exception as error:  # noqa: BLE001 -- the library raises plain Exception for a file it cannot read
+        raise SparseetyError(f"{file} is not a tokenizer.json that this release reads: {error}") from None
+    added = library.get_added_tokens_decoder()
+    to_bytes, byte_fallback = _decoder_family(decoder)
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    return Tokenizer(
+        path=file,
+        sha256=hashlib.sha256(data).hexdigest(),
+        table={token_id: to_bytes(token) for token, token_id in vocabulary.items()} if to_bytes else None,
+        special=frozenset(token_id for token_id, token in added.items() if token.special),
+        added={token_id: token.content for token_id, token in added.items()},
+        byte_fallback=byte_fallback,
+        _library=library,
+    )
+
+
+def _decoder_family(decoder: Any) -> tuple[Any, bool]:
+    """(token -> bytes or None, byte fallback?) for the `decoder` part of a tokenizer.json."""
+    if not isinstance(decoder, dict):
+        return None, False
+    if decoder.get("type") == "ByteLevel":
+        return _byte_level, False
+    if decoder.get("type") == "Sequence":
+        steps = [step.get("type") for step in decoder.get("decoders", [])]
+        if steps[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[3:] in ([], ["Strip"]):
+            replace = decoder["decoders"][0]
+            if replace.get("pattern") == {"String": "\u2581"} and replace.get("content") == " ":
+                return _sentencepiece, True
+    return None, False
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's reversible map: printable bytes stand for themselves, the others for code points from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+def _byte_level(token: str) -> bytes:
+    # As the library does: a token with any character outside the map (an added token) stands for its own text.
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    if byte := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(byte[1], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+THREE_WAYS = (
+    "give it in one of three ways: --tokenizer PATH (a tokenizer.json or the folder that holds it), "
+    "SPARSEETY_VERIFY_TOKENIZER=PATH, or run where the path that the engine was started with exists"
+)
+
+
+@dataclass(slots=True)
+class TokenizerShelf:
+    """Finds the tokenizer an engine served with, by the hash the engine logged; loads each file once."""
+
+    given: list[Path]
+    _loaded: dict[Path, Tokenizer] = field(default_factory=dict)
+
+    def find(self, name: str, sha256: str | None) -> Tokenizer:
+        """The tokenizer of an engine that logged this path and hash. Raises NoTokenizer.
+
+        No hash was logged: the first one given is taken, else the engine's path.
+        """
+        engine_path = Path(name)
+        candidates = list(self.given)
+        if engine_path.exists():
+            candidates.append(engine_path)
+        if not candidates:
+            raise NoTokenizer(f'no tokenizer for the model served with "{name}": {THREE_WAYS}')
+        tokenizers_ = [self._load(path) for path in candidates]
+        for tokenizer in tokenizers_:
+            if sha256 is None or tokenizer.sha256 == sha256:
+                return tokenizer
+        seen = ", ".join(f"{tokenizer.path} is {tokenizer.sha256[:12]}" for tokenizer in tokenizers_)
+        raise NoTokenizer(
+            f'the engine served "{name}" with a tokenizer.json of sha256 {sha256[:12] if sha256 else ""}'
+            f"; {seen}; {THREE_WAYS}"
+        )
+
+    def _load(self, path: Path) -> Tokenizer:
+        if path not in self._loaded:
+            self._loaded[path] = load_tokenizer(path)
+        return self._loaded[path]
