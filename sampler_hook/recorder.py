@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from sparseety.clock import Clock
-from sparseety.records import AnyRecord, RequestAdded, RequestFinished, Row, Step
+from sparseety.records import AnyRecord, Gap, RequestAdded, RequestFinished, Row, Step
 
 PROMPT_TAIL = 16  # ids: enough to prime a detokenizer, too few to be a copy of the prompt
+REMEMBERED = 4096  # ended requests whose late rows can still be named: steps in flight when they ended, a few at most
 
 Put = Callable[[AnyRecord], object]
 
@@ -30,11 +31,12 @@ class _Open:
 
 
 class EngineRecorder:
-    """Numbers requests, steps and token positions; every method puts at most one record."""
+    """Numbers requests, steps and token positions, so that the records of one log fit together."""
 
     def __init__(self, put: Put, clock: Clock) -> None:
         self._put, self._clock = put, clock
         self._open: dict[str, _Open] = {}  # by the engine's own name for the request
+        self._ended: dict[str, _Open] = {}  # the latest of them, oldest first
         self._requests = 0
         self._steps = 0
 
@@ -54,9 +56,11 @@ class EngineRecorder:
         spaces_between_special_tokens: bool = True,
         detokenize: bool = True,
         max_tokens: int | None = None,
+        min_tokens: int = 0,
     ) -> None:
         """A request has entered the scheduler. `prompt_tail` may be longer than what is kept of it."""
         self._requests += 1
+        self._ended.pop(engine_id, None)
         self._open[engine_id] = _Open(self._requests)
         self._put(
             RequestAdded(
@@ -75,15 +79,24 @@ class EngineRecorder:
                 spaces_between_special_tokens=spaces_between_special_tokens,
                 detokenize=detokenize,
                 max_tokens=max_tokens,
+                min_tokens=min_tokens,
             )
         )
 
     def step(self, sampled: Iterable[Sampled]) -> int:
-        """One engine step; returns its number. Rows of requests that are not open are left out: they are no text."""
+        """One engine step; returns its number.
+
+        A request that has ended can still have a row: a step was on its way when the abort came. It is written, with
+        what was sampled as `discarded`. Accepted ids of a request that was never added cannot be placed: a gap says so.
+        """
         rows = []
+        unplaced = 0
         for row in sampled:
-            request = self._open.get(row.engine_id)
-            if request is None or not (row.ids or row.discarded):
+            request = self._open.get(row.engine_id) or self._ended.get(row.engine_id)
+            if request is None:
+                unplaced += bool(row.ids)
+                continue
+            if not (row.ids or row.discarded):
                 continue
             rows.append(
                 Row(
@@ -101,6 +114,8 @@ class EngineRecorder:
         self._steps += 1
         if rows:
             self._put(Step(ts=self._clock(), step=number, rows=rows))
+        if unplaced:
+            self._put(Gap(ts=self._clock(), reason="ids of a request that was never added", count=unplaced))
         return number
 
     def finished(
@@ -116,6 +131,9 @@ class EngineRecorder:
         request = self._open.pop(engine_id, None)
         if request is None:
             return
+        self._ended[engine_id] = request
+        if len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
         self._put(
             RequestFinished(
                 ts=self._clock(),
@@ -130,3 +148,7 @@ class EngineRecorder:
 
     def is_open(self, engine_id: str) -> bool:
         return engine_id in self._open
+
+    def numbers(self, engine_ids: Iterable[str]) -> list[int]:
+        """The request numbers of those among `engine_ids` that are open."""
+        return [self._open[engine_id].request for engine_id in engine_ids if engine_id in self._open]

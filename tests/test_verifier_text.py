@@ -206,11 +206,10 @@ def test_every_fault_in_a_really_sampled_stream_is_found_at_its_place():
             result = compare(tokenizer, ids, rules_of(prompt), wrong, Ending(by_token=by_token))
             assert result.difference is not None, (stream["prompt"], fault.__name__, at)
             assert result.token_index is not None
-            # Equal up to the place that is named, and not much further (the token there may begin alike).
-            offset = result.difference.offset
-            assert right[:offset] == wrong[:offset]
-            assert right[: offset + 40] != wrong[: offset + 40]
-            assert len("".join(deltas[: result.token_index])) <= offset
+            # What is reported is the whole truth: undoing it there gives the right text back.
+            found = result.difference
+            assert wrong[: found.offset] + found.due + wrong[found.offset + len(found.came) :] == right
+            assert len("".join(deltas[: result.token_index])) <= found.offset
     assert trials > 100
 
 
