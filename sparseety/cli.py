@@ -26,6 +26,16 @@ def main(argv: list[str] | None = None) -> int:
             return 2
 
 
+def proxy() -> int:
+    """Console script `sparseety-proxy`: through here, so that a missing extra is said and not a traceback."""
+    return main(["proxy", *sys.argv[1:]])
+
+
+def verify_tokens() -> int:
+    """Console script `verify-tokens`."""
+    return main(["verify-tokens", *sys.argv[1:]])
+
+
 def _call(command: EntryPoint, arguments: list[str]) -> int:
     try:
         run: Callable[[list[str]], int] = command.load()

@@ -151,7 +151,10 @@ class LogWriter:
 
     def _run(self) -> None:
         while not self._stop.wait(self._flush_seconds):
-            self.flush()
+            try:
+                self.flush()
+            except Exception:
+                log.exception("a bug while writing %s; writing goes on", self.path)
 
     def _lose(self, record: AnyRecord, reason: str) -> bool:
         with self._lock:

@@ -40,13 +40,13 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LogOpen(Record, frozen=True, kw_only=True, tag="log_open"):
     """The first line of each file. (source, host, pid, start) names the writer."""
 
-    format: int
-    source: Source
-    host: str
-    pid: int
+    format: int  # FORMAT_VERSION of the writer
+    source: Source  # which program wrote this
+    host: str  # where it ran
+    pid: int  # its process
     start: float  # when this writer was opened; the same in all its files
     program: str  # "sparseety 0.1.0"
-    scope: Scope
+    scope: Scope  # what it had to record
 
 
 class LogClose(Record, frozen=True, kw_only=True, tag="log_close"):
@@ -59,7 +59,7 @@ class LogClose(Record, frozen=True, kw_only=True, tag="log_close"):
 class Gap(Record, frozen=True, kw_only=True, tag="gap"):
     """Records that are missing here, so that nobody takes their absence for a fact."""
 
-    reason: str
+    reason: str  # why they are missing
     count: int  # records lost
     captures: list[int] = []  # the proxy's requests concerned
     requests: list[int] = []  # the engine's requests concerned
@@ -72,34 +72,34 @@ class Gap(Record, frozen=True, kw_only=True, tag="gap"):
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Token counts as the server states them."""
 
-    prompt_tokens: int | None = None
+    prompt_tokens: int | None = None  # of the prompt, the cached ones included
     completion_tokens: int | None = None  # summed over all choices
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt, taken from the prefix cache
 
 
 class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the client asked for, as far as it decides which text is right. Absent in the request: the default."""
 
-    model: str | None = None
-    stream: bool = False
-    n: int = 1
+    model: str | None = None  # as the client names it
+    stream: bool = False  # an event stream was asked for
+    n: int = 1  # choices for each prompt
     max_tokens: int | None = None  # or max_completion_tokens
     min_tokens: int = 0  # no stop before so many
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    ignore_eos: bool = False
-    echo: bool = False
-    detokenize: bool = True
-    use_beam_search: bool = False
-    include_reasoning: bool = True
-    return_token_ids: bool = False
-    logprobs: bool = False
+    temperature: float | None = None  # of sampling
+    top_p: float | None = None  # of sampling
+    seed: int | None = None  # of sampling
+    stop: list[str] = []  # strings that end the text
+    stop_token_ids: list[int] = []  # ids that end it
+    include_stop_str_in_output: bool = False  # the stop string or token stays in the text
+    skip_special_tokens: bool = True  # special tokens have no text
+    spaces_between_special_tokens: bool = True  # vLLM: spaces between shown special tokens
+    ignore_eos: bool = False  # end of sequence does not end it
+    echo: bool = False  # the prompt's text comes first
+    detokenize: bool = True  # false: no text is made
+    use_beam_search: bool = False  # beam search, which the join cannot follow
+    include_reasoning: bool = True  # false: reasoning text is left out
+    return_token_ids: bool = False  # ids come with the text
+    logprobs: bool = False  # log probabilities come with the text
     tools: bool = False  # the request offers tools
     structured: bool = False  # a response_format or structured_outputs constrains the text
     include_usage: bool = False  # stream_options.include_usage
@@ -112,11 +112,11 @@ class RequestStart(Record, frozen=True, kw_only=True, tag="request_start"):
     """A request has arrived, its body read to the end or to the capture limit. Written for every request."""
 
     capture: int  # this writer's own request number, from 1
-    uuid: str
-    method: str
+    uuid: str  # names the request across all logs
+    method: str  # HTTP method
     path: str  # without the query, which may hold credentials
     endpoint: Endpoint | None = None  # None: passed through, sizes and status only
-    x_request_id: str | None = None
+    x_request_id: str | None = None  # the client's X-Request-Id
     session: str | None = None  # the client's X-Session-Id
     parameters: RequestParameters | None = None  # None: no endpoint of ours, or a body that is not its JSON
 
@@ -124,19 +124,19 @@ class RequestStart(Record, frozen=True, kw_only=True, tag="request_start"):
 class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
     """One event of a stream; one record for each choice and kind in it. Made from a copy, after forwarding."""
 
-    capture: int
+    capture: int  # the request, as in request_start
     wire_index: int  # number of the SSE event in this stream, from 1
     read: int | None = None  # number of the network read that completed it, from 1; None: equal to wire_index
-    kind: Kind = "text"
-    choice: int = 0
+    kind: Kind = "text"  # what the record is about
+    choice: int = 0  # the choice's index in the reply
     chunk_index: int | None = None  # this choice's text-bearing records, from 1; None: no text
-    delta_text: str = ""
+    delta_text: str = ""  # the text it adds; for tool_call, the arguments
     delta_len: int | None = None  # code points; None: as many as delta_text has
     accumulated_len: int | None = None  # code points of this choice so far; None: no text
     token_ids: list[int] | None = None  # as the server sent them (return_token_ids)
     logprob_count: int | None = None  # number of logprob entries, one a token
-    usage: Usage | None = None
-    finish_reason: str | None = None
+    usage: Usage | None = None  # as the server sent it
+    finish_reason: str | None = None  # as the server sent it
     stop_reason: int | str | None = None  # vLLM: the stop string or stop token id that ended the choice
     response_id: str | None = None  # on the first record that knows it
     raw: str | None = None  # the event as received, where parsing would lose something
@@ -150,15 +150,15 @@ class Stamps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     headers: float | None = None  # the reply's head received
     first_chunk: float | None = None  # first body byte
     first_token: float | None = None  # first event with text, of any choice
-    last_token: float | None = None
-    end: float | None = None
+    last_token: float | None = None  # last event with text, of any choice
+    end: float | None = None  # the transfer was over, in whatever way
 
 
 class StreamDone(Record, frozen=True, kw_only=True, tag="stream_done"):
     """An event stream has ended, in whatever way."""
 
-    capture: int
-    outcome: Outcome
+    capture: int  # the request, as in request_start
+    outcome: Outcome  # how it ended
     status: int  # HTTP status code
     chunk_count: int  # text-bearing records, all choices
     total_text_len: int  # code points, all choices
@@ -167,7 +167,7 @@ class StreamDone(Record, frozen=True, kw_only=True, tag="stream_done"):
     bytes: int  # body bytes received from the upstream
     sha256: str  # of those bytes, hexadecimal
     end_marker: bool  # the endpoint's end marker was seen ([DONE])
-    stamps: Stamps
+    stamps: Stamps  # when things happened
     usage: Usage | None = None  # the last one seen
     error: str | None = None  # what broke, where outcome is not "complete"
 
@@ -175,30 +175,30 @@ class StreamDone(Record, frozen=True, kw_only=True, tag="stream_done"):
 class ReplyChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One choice of a reply that was no stream."""
 
-    choice: int = 0
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: bool = False
-    token_ids: list[int] | None = None
-    logprob_count: int | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    choice: int = 0  # its index in the reply
+    text: str = ""  # its content
+    reasoning: str = ""  # its reasoning text
+    tool_calls: bool = False  # it calls tools
+    token_ids: list[int] | None = None  # as the server sent them (return_token_ids)
+    logprob_count: int | None = None  # number of logprob entries, one a token
+    finish_reason: str | None = None  # as the server sent it
+    stop_reason: int | str | None = None  # as the server sent it
 
 
 class Response(Record, frozen=True, kw_only=True, tag="response"):
     """A reply that was no event stream, or a request that got none."""
 
-    capture: int
-    outcome: Outcome
-    stamps: Stamps
+    capture: int  # the request, as in request_start
+    outcome: Outcome  # how it ended
+    stamps: Stamps  # when things happened
     status: int | None = None  # HTTP status code; None: no reply arrived
-    bytes: int = 0
-    sha256: str | None = None
-    response_id: str | None = None
+    bytes: int = 0  # body bytes received from the upstream
+    sha256: str | None = None  # of those bytes, hexadecimal; None: no body
+    response_id: str | None = None  # the id the server put into the reply
     choices: list[ReplyChoice] = []  # empty: not one of our endpoints, an error body, or not readable as its JSON
-    usage: Usage | None = None
+    usage: Usage | None = None  # as the server sent it
     unread: str | None = None  # why the body of one of our endpoints was not read into choices
-    error: str | None = None
+    error: str | None = None  # what broke, where outcome is not "complete"
 
 
 # -------------------------------------------------------------------------------------------------- the engine
@@ -208,7 +208,7 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Which tokenizer the engine serves with."""
 
     name: str  # path or repository name, as given to the engine
-    mode: str = "auto"
+    mode: str = "auto"  # vLLM's tokenizer mode
     files: dict[str, str] = {}  # file name -> sha256, of the tokenizer's files that were found
     vocab_size: int | None = None  # rows of the model's output layer: every sampled id is below it
 
@@ -216,15 +216,15 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 class EngineStart(Record, frozen=True, kw_only=True, tag="engine_start"):
     """An engine core with the plugin has come up."""
 
-    vllm: str  # version
-    model: str
-    tokenizer: TokenizerIdentity
-    served_names: list[str] = []
-    max_model_len: int | None = None
-    reasoning_parser: str | None = None
-    data_parallel_rank: int = 0
-    hooks_expected: list[str] = []
-    hooks_attached: list[str] = []
+    vllm: str  # its version
+    model: str  # path or repository name, as given to the engine
+    tokenizer: TokenizerIdentity  # what it decodes with
+    served_names: list[str] = []  # names that clients may use
+    max_model_len: int | None = None  # tokens, prompt and output together
+    reasoning_parser: str | None = None  # its name, where one is on
+    data_parallel_rank: int = 0  # as vLLM states it
+    hooks_expected: list[str] = []  # what the plugin wanted to wrap
+    hooks_attached: list[str] = []  # what it wrapped
 
 
 class RequestAdded(Record, frozen=True, kw_only=True, tag="request_added"):
@@ -236,21 +236,21 @@ class RequestAdded(Record, frozen=True, kw_only=True, tag="request_added"):
     prompt_len: int  # tokens
     child: int = 0  # k of n > 1
     prompt_tail: list[int] = []  # the last 16 ids of the prompt
-    stop: list[str] = []
+    stop: list[str] = []  # strings that end the text
     stop_token_ids: list[int] = []  # the request's own; eos_ids are not among them
     eos_ids: list[int] = []  # ids that end it as "end of sequence"; empty under ignore_eos
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    detokenize: bool = True
-    max_tokens: int | None = None
+    include_stop_str_in_output: bool = False  # the stop string or token stays in the text
+    skip_special_tokens: bool = True  # special tokens have no text
+    spaces_between_special_tokens: bool = True  # vLLM: spaces between shown special tokens
+    detokenize: bool = True  # false: no text is made
+    max_tokens: int | None = None  # output tokens at most
     min_tokens: int = 0  # no stop string, stop id or end of sequence counts before so many
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one engine step did for one request."""
 
-    request: int
+    request: int  # the request, as in request_added
     first_index: int  # 0-based position of ids[0] in the output; a jump between rows means that ids are missing
     ids: list[int] = []  # as accepted by the scheduler; rejected drafts are not in here
     start: int | None = None  # position of the first token computed in this step; None: not known
@@ -263,18 +263,18 @@ class Step(Record, frozen=True, kw_only=True, tag="step"):
     """One engine step that sampled something."""
 
     step: int  # counts from 0 within this engine process
-    rows: list[Row]
+    rows: list[Row]  # one for each request that got something
 
 
 class RequestFinished(Record, frozen=True, kw_only=True, tag="request_finished"):
     """The scheduler has let go of a request."""
 
-    request: int
+    request: int  # the request, as in request_added
     total_ids: int  # ids accepted over its whole life
     finish_reason: str | None = None  # the engine's word: stop, length, abort, error, repetition
-    stop_reason: int | str | None = None
+    stop_reason: int | str | None = None  # the stop token id, where one ended it
     cached_tokens: int | None = None  # prompt tokens taken from the prefix cache; None: not known
-    preemptions: int = 0
+    preemptions: int = 0  # how often it was put back to wait
 
 
 AnyRecord = (

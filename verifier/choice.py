@@ -137,8 +137,7 @@ class ChoiceJudge:
             by_token = engine.finished.finish_reason == "stop"
         else:
             by_token = bool(engine.ids) and engine.ids[-1] in {*self.added.eos_ids, *self.added.stop_token_ids}
-        parameters = self.capture.start.parameters if self.capture.start else None
-        return Ending(by_token, stop, parameters.min_tokens if parameters else 0, broken_off, not engine.complete)
+        return Ending(by_token, stop, self.added.min_tokens, broken_off, not engine.complete)
 
     # ------------------------------------------------------------------------------------------- what came of it
 
