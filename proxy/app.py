@@ -1,0 +1,29 @@
+"""The ASGI application of port 9000: wholly the upstream's, without a path of its own."""
+
+from proxy.asgi import Receive, Scope, Send
+from proxy.metrics import Counters
+from proxy.recording import Recorder
+from proxy.relay import Relay
+from proxy.upstream import Upstream
+from sparseety.clock import Clock
+from sparseety.logfile import LogWriter
+
+
+class ProxyApp:
+    """Raw ASGI: a framework would answer some paths itself, and would re-emit what it relays."""
+
+    def __init__(self, upstream: Upstream, writer: LogWriter, clock: Clock, counters: Counters) -> None:
+        self.upstream = upstream
+        self.relay = Relay(upstream, Recorder(writer, clock, counters), counters, clock)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self.relay(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        await self.upstream.aclose()
+        await send({"type": "lifespan.shutdown.complete"})

@@ -1,0 +1,191 @@
+"""Relay one request: bytes first, records after. The shell around the capture."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+import httpx
+
+from proxy.asgi import Receive, Scope, Send
+from proxy.capture import RequestHead
+from proxy.headers import HeaderList, end_to_end, for_upstream, is_event_stream
+from proxy.metrics import Counters
+from proxy.recording import Recorder, Recording
+from proxy.upstream import Upstream, explain
+from sparseety.clock import Clock
+from sparseety.records import Outcome
+
+log = logging.getLogger("sparseety.proxy")
+
+# What the proxy answers where the upstream gave no reply: status, and the words for it.
+_REFUSALS: dict[Outcome, tuple[int, str]] = {
+    "upstream_unreachable": (502, "the upstream cannot be reached"),
+    "upstream_broken": (502, "the upstream broke off before it replied"),
+    "internal_error": (500, "the proxy failed on this request"),
+    "shutdown": (503, "the proxy is shutting down"),
+}
+
+Ending = tuple[Outcome, str | None]
+"""How a request ended, and what broke."""
+
+
+class ClientGone(Exception):
+    pass
+
+
+class Client:
+    """The client's side of one request, as ASGI shows it."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._body_over = asyncio.Event()
+        self.gone = False  # it left before its reply was complete
+        self.replied = False  # the head of a reply has been sent
+        self._finished = False
+
+    async def body(self, recording: Recording) -> AsyncIterator[bytes]:
+        """The request's body as it arrives. Raises ClientGone."""
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                raise ClientGone
+            if data := message.get("body", b""):
+                yield data
+                recording.request_body(data)
+            more = message.get("more_body", False)
+        recording.request_ended()
+        self._body_over.set()
+
+    def stop_reading(self) -> None:
+        """Nobody wants the rest of the body: `wait_gone` may have it."""
+        self._body_over.set()
+
+    async def wait_gone(self) -> None:
+        """Return when the client hangs up. Only one may call `receive` at a time, so this waits for the body's end."""
+        await self._body_over.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = not self._finished  # ASGI says "disconnect" after a complete reply too
+
+    async def start(self, status: int, headers: HeaderList) -> None:
+        self.replied = True
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def forward(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        self._finished = True
+
+    async def refuse(self, outcome: Outcome, detail: str | None) -> None:
+        """Answer in the upstream's stead, in OpenAI's form and with a header that says whose answer it is."""
+        status, words = _REFUSALS[outcome]
+        message = f"{words}: {detail}" if detail else words
+        error = {"message": message, "type": outcome, "param": None, "code": status}
+        body = json.dumps({"error": error}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-sparseety-error", outcome.encode()),
+        ]
+        await self.start(status, headers)
+        await self.finish(body)
+
+
+class Relay:
+    """Relays requests to one upstream. An ASGI callable for scopes of type http."""
+
+    def __init__(self, upstream: Upstream, recorder: Recorder, counters: Counters, clock: Clock) -> None:
+        self._upstream, self._recorder, self._counters, self._clock = upstream, recorder, counters, clock
+        self._open: set[asyncio.Task[None]] = set()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    def abort(self) -> int:
+        """Break off the requests that are still open; returns how many. Each ends with outcome `shutdown`."""
+        for task in self._open:
+            task.cancel()
+        return len(self._open)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            await self._relay(scope, Client(receive, send))
+        finally:
+            self._open.discard(task)
+
+    async def _relay(self, scope: Scope, client: Client) -> None:
+        head = RequestHead(scope["method"], scope["path"], scope["headers"])
+        recording = self._recorder.begin(head)
+        exchange = asyncio.create_task(self._exchange(scope, client, recording))
+        watch = asyncio.create_task(client.wait_gone())
+        ending: Ending = ("internal_error", None)
+        try:
+            await asyncio.wait((exchange, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not client.gone:
+                ending = await exchange
+        except asyncio.CancelledError:
+            ending = ("shutdown", None)  # not raised again: the reply is broken off, or refused, by what follows
+        except Exception as error:
+            log.exception("relaying %s %s failed", head.method, head.path)
+            ending = ("internal_error", type(error).__name__)
+        finally:
+            exchange.cancel()
+            watch.cancel()
+            try:
+                await asyncio.gather(exchange, watch, return_exceptions=True)
+                if not client.gone and not client.replied:
+                    await client.refuse(*ending)
+            finally:
+                outcome, broken = ("client_gone", None) if client.gone else ending
+                recording.ended(outcome, broken)
+                self._counters.requests[(head.endpoint or "other", outcome)] += 1
+        # A reply that was begun and not finished: to return now makes the server in front break off the connection.
+        # The client must not take it for a complete one.
+
+    async def _exchange(self, scope: Scope, client: Client, recording: Recording) -> Ending:
+        """Send the request, pass the reply on. Each read is forwarded at once, and recorded when it is on its way."""
+        headers = for_upstream(scope["headers"], self._upstream.authority)
+        try:
+            response = await self._upstream.send(scope["method"], _target(scope), headers, client.body(recording))
+        except ClientGone:
+            return "client_gone", None
+        except httpx.TransportError as error:
+            return explain(error)
+        received = self._clock()
+        client.stop_reading()
+        streams = int(is_event_stream(response.headers.raw))
+        self._counters.open_streams += streams
+        try:
+            await client.start(response.status_code, end_to_end(response.headers.raw))
+            recording.reply_head(response.status_code, response.headers.raw, received)
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            async for data in response.stream:
+                received = self._clock()
+                try:
+                    await client.forward(data)
+                finally:
+                    recording.reply_body(data, received)  # it was received, even if the client did not wait for it
+        except httpx.TransportError as error:
+            return "upstream_broken", explain(error)[1]
+        finally:
+            self._counters.open_streams -= streams
+            await response.aclose()
+        await client.finish()
+        return "complete", None
+
+
+def _target(scope: Scope) -> bytes:
+    """The request's target as it came."""
+    path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    query: bytes = scope.get("query_string", b"")
+    return path + b"?" + query if query else path

@@ -1,0 +1,116 @@
+"""Read a request body into the parameters that decide which text is right. Pure.
+
+What a field holds is converted as leniently as the server does it ("2" is 2); a value of another type counts as
+absent here, for the server will refuse the request and the reply says so.
+Source: the request models of vLLM 0.32 (ChatCompletionRequest, CompletionRequest).
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from sparseety.records import Endpoint, RequestParameters
+
+T = TypeVar("T")
+
+_Fields = dict[str, msgspec.Raw]
+_decode = msgspec.json.Decoder(_Fields).decode
+
+_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def read_parameters(body: bytes, endpoint: Endpoint) -> RequestParameters | None:
+    """The parameters of a request body; None where it is no JSON object. Never raises on what the body holds."""
+    try:
+        fields = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    max_tokens = _get(fields, "max_completion_tokens", int)
+    common: dict[str, Any] = {
+        "model": _get(fields, "model", str),
+        "n": _default(_get(fields, "n", int), 1),
+        "max_tokens": max_tokens if max_tokens is not None else _get(fields, "max_tokens", int),
+        "min_tokens": _default(_get(fields, "min_tokens", int), 0),
+        "temperature": _get(fields, "temperature", float),
+        "top_p": _get(fields, "top_p", float),
+        "seed": _get(fields, "seed", int),
+        "stop": _stop(fields),
+        "stop_token_ids": _default(_get(fields, "stop_token_ids", list[int]), []),
+        "logprobs": _logprobs(fields),
+        "tools": bool(_get(fields, "tools", list[Any])),
+        "structured": _structured(fields),
+        "include_usage": bool(_default(_get(fields, "stream_options", dict[str, Any]), {}).get("include_usage")),
+    }
+    for name, default in _SWITCHES.items():
+        common[name] = _default(_get(fields, name, bool), default)
+    if endpoint == "chat":
+        return RequestParameters(**common, **_messages(_get(fields, "messages", list[Any])))
+    return RequestParameters(**common, **_prompts(_get(fields, "prompt", Any)))
+
+
+_SWITCHES = {
+    "stream": False,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "ignore_eos": False,
+    "echo": False,
+    "detokenize": True,
+    "use_beam_search": False,
+    "include_reasoning": True,
+    "return_token_ids": False,
+}
+
+
+def _get(fields: _Fields, name: str, type_: Any) -> Any:
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=type_ | None if type_ is not Any else Any, strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _default(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _stop(fields: _Fields) -> list[str]:
+    stop = _get(fields, "stop", str | list[str])
+    return [stop] if isinstance(stop, str) else _default(stop, [])
+
+
+def _logprobs(fields: _Fields) -> bool:
+    """Chat: a switch. Completions: how many, and 0 asks for those of the chosen tokens."""
+    value = _get(fields, "logprobs", Any)
+    return value is not None and value is not False
+
+
+def _structured(fields: _Fields) -> bool:
+    form = _default(_get(fields, "response_format", dict[str, Any]), {})
+    if form.get("type", "text") != "text":
+        return True
+    return any(_get(fields, name, Any) is not None for name in _STRUCTURED)
+
+
+def _messages(messages: list[Any] | None) -> dict[str, Any]:
+    if messages is None:
+        return {}
+    chars = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = (part.get("text") for part in parts if isinstance(part, dict))
+        chars += sum(len(text) for text in texts if isinstance(text, str))
+    return {"messages": len(messages), "prompt_chars": chars}
+
+
+def _prompts(prompt: Any) -> dict[str, Any]:
+    """One prompt is a string or a list of ids; several are a list of those."""
+    if isinstance(prompt, str):
+        return {"prompt_chars": len(prompt)}
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return {}
+    texts = [item for item in prompt if isinstance(item, str)]
+    return {"prompts": len(prompt), "prompt_chars": sum(map(len, texts)) if len(texts) == len(prompt) else None}

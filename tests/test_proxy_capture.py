@@ -1,0 +1,264 @@
+"""The pure capture core, over streams of a real vLLM."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from proxy.capture import Limits, RequestCapture, RequestHead
+from sparseety.records import AnyRecord, Chunk, Gap, RequestStart, Response, StreamDone
+
+SAMPLES = Path(__file__).parent / "data" / "sse"
+STREAMS = [
+    "chat-n2",
+    "chat-usage",
+    "completion-two-prompts",
+    "completion-emoji",
+    "chat-stop-string",
+    "chat-return-token-ids",
+    "chat-engine-death",
+    "chat-reasoning",
+    "chat-tools-auto-hermes",
+]
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
+BODY = b'{"model":"m","stream":true}'
+
+
+def begin(path: str = "/v1/chat/completions", limits: Limits | None = None) -> RequestCapture:
+    head = RequestHead("POST", path, [(b"authorization", b"Bearer secret")])
+    return RequestCapture(1, "u", head, 1.0, limits or Limits())
+
+
+def capture(reads: list[bytes], outcome="complete", *, limits: Limits | None = None) -> list[AnyRecord]:
+    """All records of a request whose reply is an event stream in these reads; time is counted, not measured."""
+    request = begin(limits=limits)
+    found = [*request.request_body(BODY, 2.0), *request.request_ended(3.0), *request.reply_head(200, SSE, 4.0)]
+    for number, data in enumerate(reads):
+        found += request.reply_body(data, 5.0 + number)
+    return [*found, *request.ended(outcome, 1e6)]
+
+
+def chunks(found: list[AnyRecord], kind: str | None = None) -> list[Chunk]:
+    return [record for record in found if isinstance(record, Chunk) and kind in (None, record.kind)]
+
+
+def text(found: list[AnyRecord], choice: int = 0) -> str:
+    return "".join(record.delta_text for record in chunks(found) if record.choice == choice)
+
+
+def said_by(data: bytes, choice: int = 0) -> str:
+    """The text of one choice, read as a client reads it."""
+    said = ""
+    for line in data.decode().split("\n"):
+        if line.startswith("data: {"):
+            for part in json.loads(line[6:]).get("choices", []):
+                delta = part.get("delta", {})
+                if part["index"] == choice:
+                    said += (part.get("text") or "") + (delta.get("reasoning") or "") + (delta.get("content") or "")
+    return said
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_of_vllm_is_recorded_as_its_client_reads_it(name):
+    data = (SAMPLES / f"{name}.sse").read_bytes()
+    found = capture([data])
+    done = found[-1]
+    assert isinstance(done, StreamDone)
+    assert (done.bytes, done.sha256, done.reads) == (len(data), hashlib.sha256(data).hexdigest(), 1)
+    assert done.end_marker
+    assert not chunks(found, "unparsed")
+    assert [record.wire_index for record in chunks(found, "done")] == [done.events] == [data.count(b"data: ")]
+    total = 0
+    for choice in {record.choice for record in chunks(found)}:
+        assert text(found, choice) == said_by(data, choice)
+        bearing = [record for record in chunks(found) if record.choice == choice and record.delta_text]
+        assert [record.chunk_index for record in bearing] == list(range(1, len(bearing) + 1))
+        assert bearing[-1].accumulated_len == len(said_by(data, choice))
+        total += len(bearing)
+    assert (done.chunk_count, done.total_text_len) == (
+        total,
+        sum(len(said_by(data, choice)) for choice in (0, 1)),
+    )
+    assert [record.response_id for record in found if isinstance(record, Chunk) and record.response_id] == [
+        json.loads(data.split(b"\n")[0][6:])["id"]
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in STREAMS if (SAMPLES / f"{name}.sse").stat().st_size < 4000])
+def test_records_do_not_depend_on_how_the_network_sliced_the_stream(name):
+    data = (SAMPLES / f"{name}.sse").read_bytes()
+    expected = _without_reads(capture([data]))
+    for cut in range(1, len(data)):
+        assert _without_reads(capture([data[:cut], data[cut:]])) == expected, cut
+    assert _without_reads(capture([data[at : at + 1] for at in range(len(data))])) == expected
+
+
+def _without_reads(found: list[AnyRecord]) -> list[object]:
+    """The records as plain data, less what is about reads and their times."""
+    plain = [msgspec.to_builtins(record) for record in found]
+    for record in plain:
+        for name in ("ts", "read", "reads", "stamps"):
+            record.pop(name, None)
+    return plain
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_cut_anywhere_loses_nothing_that_arrived(name):
+    data = (SAMPLES / f"{name}.sse").read_bytes()
+    for cut in range(0, len(data), 37):
+        found = capture([data[:cut]] if cut else [], "upstream_broken")
+        done = found[-1]
+        assert isinstance(done, StreamDone)
+        assert (done.outcome, done.bytes) == ("upstream_broken", cut)
+        end = data.rfind(b"\n\n", 0, cut) + 2 if b"\n\n" in data[:cut] else 0
+        unparsed = [record.raw_base64 or record.raw.encode() for record in chunks(found, "unparsed")]
+        assert unparsed == ([data[end:cut]] if cut > end else [])
+
+
+def test_what_a_server_sends_beside_plain_text_is_kept():
+    finishes = {record.choice: record.finish_reason for record in chunks(_sample("chat-n2")) if record.finish_reason}
+    assert finishes.keys() == {0, 1}
+    (usage,) = chunks(_sample("chat-usage"), "usage")
+    assert usage.usage == _sample("chat-usage")[-1].usage
+    assert usage.usage.completion_tokens > 0
+    assert chunks(_sample("chat-return-token-ids"), "text")[0].token_ids == [504]
+    assert chunks(_sample("chat-reasoning"), "reasoning")[0].delta_text == " asked"
+    assert "EngineCore" in chunks(_sample("chat-engine-death"), "error")[0].raw
+    tool_calls = chunks(_sample("chat-tools-auto-hermes"), "tool_call")
+    assert all(record.raw and record.raw.startswith("data: ") for record in tool_calls)
+    assert all(record.raw is None for record in chunks(_sample("chat-n2")))
+
+
+def _sample(name: str) -> list[AnyRecord]:
+    return capture([(SAMPLES / f"{name}.sse").read_bytes()])
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "raw"),
+    [
+        (b": ping\n\n", "comment", ": ping\n\n"),
+        (b"event: x\nid: 7\n\n", "control", "event: x\nid: 7\n\n"),
+        (b"\n\n", "control", "\n\n"),
+        (b"data: [DONE]\r\n\r\n", "done", None),
+        (b"data: \n\n", "unparsed", "data: \n\n"),
+        (b"data: null\n\n", "unparsed", "data: null\n\n"),
+        (b'data: {"choices": 7}\n\n', "unparsed", 'data: {"choices": 7}\n\n'),
+        (b"<html>\n\n", "control", "<html>\n\n"),
+        (b'event: error\ndata: {"error": "x"}\n\n', "error", 'event: error\ndata: {"error": "x"}\n\n'),
+        (b'event: e\ndata: {"choices":[{"text":"a"}]}\n\n', "text", 'event: e\ndata: {"choices":[{"text":"a"}]}\n\n'),
+    ],
+)
+def test_an_event_of_any_form_makes_one_record_and_breaks_nothing(event, kind, raw):
+    found = capture([event, b"data: [DONE]\n\n"])
+    first, last = chunks(found)
+    assert (first.kind, first.raw, first.wire_index) == (kind, raw, 1)
+    assert (last.kind, last.wire_index) == ("done", 2)
+
+
+def test_bytes_that_are_no_utf8_are_kept_as_they_are():
+    (first, _) = chunks(capture([b"data: \xff\xfe\n\n", b"data: [DONE]\n\n"]))
+    assert (first.kind, first.raw, first.raw_base64) == ("unparsed", None, b"data: \xff\xfe\n\n")
+
+
+def test_a_read_number_is_written_only_where_it_differs_from_the_events():
+    found = capture([b"data: {", b"}\n\ndata: [DONE]\n\n"])
+    assert [(record.wire_index, record.read) for record in chunks(found)] == [(1, 2), (2, None)]
+
+
+def test_an_event_with_two_choices_makes_two_records_and_says_its_usage_once():
+    event = (
+        b'data: {"id":"i","choices":[{"index":0,"text":"a"},{"index":1,"text":"bc"}],"usage":{"completion_tokens":2}}'
+    )
+    first, second = chunks(capture([event + b"\n\n"]))
+    assert (first.delta_text, first.response_id, first.usage) == ("a", "i", None)
+    assert (second.choice, second.chunk_index, second.accumulated_len, second.response_id) == (1, 1, 2, None)
+    assert second.usage.completion_tokens == 2
+
+
+def test_an_event_beyond_the_limit_ends_the_reading_with_a_gap_but_not_the_count_of_bytes():
+    limits = Limits(event_bytes=100)
+    found = capture([b'data: {"choices":[]}\n\n', b"data: " + b"x" * 200, b"\n\ndata: [DONE]\n\n"], limits=limits)
+    (gap,) = (record for record in found if isinstance(record, Gap))
+    assert gap.captures == [1]
+    done = found[-1]
+    assert isinstance(done, StreamDone)
+    assert (done.events, done.reads, done.end_marker) == (1, 3, False)
+    assert done.bytes == 22 + 206 + 16
+
+
+def test_a_request_body_beyond_the_limit_is_not_kept():
+    request = begin(limits=Limits(body_bytes=10))
+    assert request.request_body(b"0123456789", 2.0) == []
+    start, gap = request.request_body(b"x", 2.0)
+    assert isinstance(start, RequestStart)
+    assert (start.endpoint, start.parameters) == ("chat", None)
+    assert isinstance(gap, Gap)
+    assert request.request_body(b"x" * 100, 2.0) == []
+    assert request.request_ended(3.0) == []
+
+
+def test_a_whole_reply_is_read_into_choices():
+    data = (SAMPLES / "chat-nonstream.body").read_bytes()
+    request = begin()
+    request.request_ended(2.0)
+    request.reply_head(200, [(b"content-type", b"application/json")], 3.0)
+    for at in range(0, len(data), 100):
+        request.reply_body(data[at : at + 100], 4.0)
+    (end,) = request.ended("complete", 5.0)
+    assert isinstance(end, Response)
+    assert end.response_id == "chatcmpl-sample-chat-nonstream"
+    assert [(choice.text, choice.finish_reason) for choice in end.choices] == [
+        ("The capital of France is Paris.", "stop")
+    ]
+    assert (end.unread, end.bytes, end.sha256) == (None, len(data), hashlib.sha256(data).hexdigest())
+    assert (end.stamps.sent, end.stamps.headers, end.stamps.first_chunk, end.stamps.end) == (2.0, 3.0, 4.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "unread"),
+    [
+        (400, [], b'{"error":{}}', "status 400"),
+        (200, [], b"<html>", "JSON is malformed: invalid character (byte 0)"),
+        (200, [(b"content-encoding", b"gzip")], b"\x1f\x8b", "content coding gzip"),
+        (200, [], b"x" * 101, "body of more than 100 bytes"),
+    ],
+)
+def test_a_reply_that_is_not_read_says_why(status, headers, body, unread):
+    request = begin(limits=Limits(body_bytes=100))
+    request.reply_head(status, headers, 3.0)
+    request.reply_body(body, 4.0)
+    (end,) = request.ended("complete", 5.0)
+    assert isinstance(end, Response)
+    assert (end.choices, end.unread, end.bytes) == ([], unread, len(body))
+
+
+def test_other_paths_are_recorded_by_size_and_status_only():
+    request = begin("/v1/embeddings")
+    assert request.request_body(b"private", 2.0) == []
+    (start,) = request.request_ended(2.0)
+    request.reply_head(200, [], 3.0)
+    request.reply_body(b"private", 4.0)
+    (end,) = request.ended("complete", 5.0)
+    written = msgspec.json.encode([start, end])
+    assert b"private" not in written
+    assert b"secret" not in written
+    assert (start.endpoint, end.bytes, end.sha256, end.unread) == (None, 7, None, None)
+
+
+def test_the_events_of_another_path_are_counted_and_not_kept():
+    request = begin("/v1/responses")
+    request.reply_head(200, SSE, 3.0)
+    assert request.reply_body(b"event: a\ndata: private\n\n", 4.0) == []
+    (end,) = request.ended("complete", 5.0)
+    assert isinstance(end, StreamDone)
+    assert (end.events, end.chunk_count) == (1, 0)
+
+
+@pytest.mark.parametrize("outcome", ["client_gone", "upstream_unreachable", "shutdown"])
+def test_a_request_without_reply_has_a_beginning_and_an_end(outcome):
+    start, end = begin().ended(outcome, 2.0, "why")
+    assert isinstance(start, RequestStart)
+    assert isinstance(end, Response)
+    assert (end.outcome, end.status, end.error, end.unread) == (outcome, None, "why", None)
