@@ -1,0 +1,69 @@
+# What people and CI both say. `make` alone lists it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_MODEL := demo-model
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types demo-vllm test-vllm install-vllm lock clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED) ## the environment .venv, with locked packages and this checkout (done once)
+
+demo: $(INSTALLED) ## replayed ids, proxy, verdict: once clean, once with a fault
+	$(BIN)/python -m deploy.demo.run
+
+test: $(INSTALLED) ## all tests; those that need a real vLLM skip themselves
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED) ## mypy, strict
+	$(BIN)/mypy
+
+demo-vllm: $(INSTALLED) install-vllm ## the demo with a real vLLM on the CPU (installs it: 3 GB, minutes)
+	$(BIN)/python -m deploy.demo.run --vllm $(VLLM_VENV) --model $(VLLM_MODEL)
+
+test-vllm: $(INSTALLED) install-vllm ## the tests that need a real vLLM
+	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm
+
+install-vllm: check-python
+	PYTHON=$(PYTHON) deploy/vllm_cpu/install.sh $(VLLM_VENV) $(VLLM_MODEL)
+
+lock: check-python ## requirements.lock anew, with the newest packages that pyproject.toml allows
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install -q uv
+	printf '$(BUILD_TOOLS)\n' | build/lock/bin/uv pip compile -q \
+	  --universal --python-version 3.11 --upgrade --extra dev --generate-hashes --no-annotate \
+	  --no-emit-index-url --custom-compile-command "make lock" -o requirements.lock pyproject.toml -
+
+clean: ## what the targets above made, the environments included
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_MODEL) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ----------------------------------------------------------------------------------------------------------------
+
+# What build-system.requires in pyproject.toml asks for, and what that needs for an editable install: locked like the
+# rest, so that the install below fetches nothing but what the lock file names.
+BUILD_TOOLS := hatchling>=1.27\neditables
+
+.PHONY: check-python
+check-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is missing or older than Python 3.11; example: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: $(PYTHON) lacks venv or ensurepip; on Debian and Ubuntu the package python3-venv has them" >&2; exit 1; }
+
+$(INSTALLED): requirements.lock pyproject.toml | check-python
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install -q --require-hashes -r requirements.lock
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
