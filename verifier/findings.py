@@ -1,4 +1,4 @@
-"""What a verdict consists of. The codes are those of docs/verdicts.md, spelled the same wherever they appear."""
+"""What a verdict consists of. A code is spelled the same wherever it appears."""
 
 from dataclasses import dataclass, field
 from enum import Enum
