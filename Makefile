@@ -9,10 +9,10 @@ VLLM_MODEL := demo-model
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types demo-vllm test-vllm install-vllm lock clean
+.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm install-vllm lock clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## the environment .venv, with locked packages and this checkout (done once)
 
@@ -21,6 +21,9 @@ demo: $(INSTALLED) ## replayed ids, proxy, verdict: once clean, once with a faul
 
 test: $(INSTALLED) ## all tests; those that need a real vLLM skip themselves
 	$(BIN)/python -m pytest
+
+test-packaging: $(INSTALLED) ## the wheel, installed in fresh environments
+	SPARSEETY_TEST_PACKAGING=1 $(BIN)/python -m pytest -m packaging
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .

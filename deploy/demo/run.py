@@ -200,10 +200,10 @@ def run(command: list[str], name: str, patience: float) -> int:
         process.wait()
 
 
-def judge(folder: Path, expected: int, *flags: str) -> bool:
+def judge(folder: Path, expected: int) -> bool:
     # Relative, so that the places it names are short.
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    code = run([program("verify-tokens"), "--show-text", *flags, str(shown)], "verifier", 300)
+    code = run([program("verify-tokens"), "--show-text", str(shown)], "verifier", 300)
     if code != expected:
         say(f"NOT AS EXPECTED: verify-tokens ended with exit code {code}, not {expected}; logs: {folder}")
         return False
