@@ -133,7 +133,7 @@ def _kill_group(group: int) -> None:
 
 
 def _free_port() -> int:
-    """Not the first free one: vLLM binds with SO_REUSEPORT, so two servers started together would share it unnoticed."""
+    """Any, not the first: vLLM binds with SO_REUSEPORT, so two servers started together would share it unnoticed."""
     for port in random.sample(range(8100, 8200), 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
