@@ -1,4 +1,4 @@
-"""What a verdict consists of. A code is spelled the same wherever it appears."""
+"""What a verdict consists of. Codes: docs/verdicts.md; spelled the same wherever they appear."""
 
 from dataclasses import dataclass, field
 from enum import Enum
