@@ -154,7 +154,7 @@ def _obliged(log: Log, capture: Capture) -> bool:
     if log.opening is None or log.damaged or log.open_gaps or log.opening.scope.sample < 1 or ending is None:
         return False
     began = capture.start.ts if capture.start else ending.ts
-    return log.opening.ts <= began and (log.closed or ending.ts <= log.last_ts + 1)
+    return log.opening.ts <= began and ending.ts <= log.last_ts + 1  # after its end it had no duty, closed or not
 
 
 def _count_findings(capture: Capture, counted: list[tuple[int, int]]) -> list[Finding]:
