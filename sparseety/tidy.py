@@ -111,9 +111,9 @@ def _pack(path: Path, stopping: Callable[[], bool]) -> None:
                 os.utime(out.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))  # its age decides what goes first
                 os.fsync(out.fileno())
             partial.rename(target)
+            path.unlink()
         except (OSError, zstandard.ZstdError) as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             if not isinstance(error, InterruptedError):
                 log.warning("cannot pack %s: %s; it stays as it is", path, error)
-            return
-        path.unlink()
