@@ -24,7 +24,7 @@ class Rotation:
 
     segment_bytes: int = 256 << 20  # before compression
     segment_seconds: float = 900.0
-    total_bytes: int = 20 << 30  # of all segments of one source in the folder; the oldest closed ones go first
+    total_bytes: int = 20 << 30  # of all segments of one source in the folder, looked after whenever one ends
     min_free_bytes: int = 5 << 30  # with less on the disk nothing is recorded
     compress: bool = True  # closed segments, where the package zstandard is installed
 

@@ -46,8 +46,12 @@ class Tidier:
             self._wake.clear()
             try:
                 tidy(self._folder, self._source, self._host, self._rotation, self._stopping.is_set)
+            except FileNotFoundError:
+                pass  # somebody deleted the folder; the writer makes it anew
+            except OSError as error:
+                log.warning("cannot tidy %s/: %s; recording goes on", self._folder, error)
             except Exception:
-                log.exception("tidying %s/ failed; recording goes on", self._folder)
+                log.exception("a bug while tidying %s/; recording goes on", self._folder)
 
 
 def tidy(
