@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from proxy.upstream import Upstream
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 
 
 def build_admin(

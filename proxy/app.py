@@ -6,7 +6,7 @@ from proxy.recording import Recorder
 from proxy.relay import Relay
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 
 
 class ProxyApp:

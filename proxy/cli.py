@@ -65,7 +65,7 @@ def _banner(service: Service, config: ProxyConfig, trouble: str | None) -> str:
         " and /v1/completions",
         f"  admin      http://{service.admin}   /healthz /readyz /metrics   (on the other port all paths are the"
         " upstream's)",
-        "  retention  none: the log grows until you delete it",
+        f"  retention  {service.writer.rotation}",
         " ! clients keep their own API keys; they are passed on and never written",
     ]
     if config.allow_remote:

@@ -3,13 +3,14 @@
 import argparse
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import sparseety
 from sparseety.errors import SparseetyError
+from sparseety.segments import Rotation
 
 PREFIX = "SPARSEETY_PROXY_"
 
@@ -39,6 +40,7 @@ class ProxyConfig:
     drain_seconds: float = 30.0
     allow_remote: bool = False
     exclusive: bool = False
+    rotation: Rotation = field(default_factory=Rotation)
 
 
 # Each parser raises ValueError with the words that follow `NAME="value" `.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 
 
 @dataclass(slots=True)

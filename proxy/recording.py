@@ -9,7 +9,7 @@ from proxy.capture import Limits, RequestCapture, RequestHead
 from proxy.headers import HeaderList
 from proxy.metrics import Counters
 from sparseety.clock import Clock
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, Chunk, Gap, Outcome
 
 log = logging.getLogger("sparseety.proxy")

@@ -18,7 +18,7 @@ from proxy.metrics import Counters, ProxyMetrics
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 from sparseety.records import Scope
 
 BACKLOG = 4096
@@ -62,7 +62,7 @@ class Service:
             for opened in self._sockets:
                 undo.callback(opened.close)
             scope = Scope(endpoints=["chat", "completions"], upstream=config.upstream, exclusive=config.exclusive)
-            self.writer = LogWriter(config.log_dir, "proxy", scope, clock=clock)
+            self.writer = LogWriter(config.log_dir, "proxy", scope, clock=clock, rotation=config.rotation)
             undo.pop_all()
         self.listen, self.admin = (Address(*opened.getsockname()[:2]) for opened in self._sockets)
         self.upstream = Upstream(config.upstream)

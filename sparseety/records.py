@@ -38,13 +38,14 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LogOpen(Record, frozen=True, kw_only=True, tag="log_open"):
-    """The first line of each file. (source, host, pid, start) names the writer."""
+    """The first line of each file. (source, host, pid, start) names the writer, whose log may be cut into segments."""
 
     format: int  # FORMAT_VERSION of the writer
     source: Source  # which program wrote this
     host: str  # where it ran
     pid: int  # its process
-    start: float  # when this writer was opened; the same in all its files
+    start: float  # when this writer was opened; the same in all its segments
+    segment: int = 0  # number of this file among the segments of its writer, from 0
     program: str  # "sparseety 0.1.0"
     scope: Scope  # what it had to record
 
@@ -52,18 +53,19 @@ class LogOpen(Record, frozen=True, kw_only=True, tag="log_open"):
 class LogClose(Record, frozen=True, kw_only=True, tag="log_close"):
     """The last line of a file that was closed in order. Without it the writer runs still, or was killed."""
 
-    records: int  # written before this one
-    lost: int  # records that could not be written; each is covered by a `gap`
+    records: int  # in this file, before this one
+    lost: int  # records that this writer could not write so far; each is covered by a `gap`
+    continued: bool = False  # the writer goes on in another segment
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap"):
     """Records that are missing here, so that nobody takes their absence for a fact."""
 
     reason: str  # why they are missing
-    count: int  # records lost
+    count: int  # records lost; at most so many, where somebody else cut or deleted the file
     captures: list[int] = []  # the proxy's requests concerned
     requests: list[int] = []  # the engine's requests concerned
-    # neither: it is not known which requests are concerned, so any open at this time may be
+    # neither: it is not known which requests are concerned; any may be that was open since the record before this one
 
 
 # --------------------------------------------------------------------------------------------------- the proxy

@@ -17,9 +17,11 @@ from prometheus_client import CollectorRegistry
 from proxy.config import Address, ProxyConfig
 from proxy.service import Service, Summary
 from sparseety.clock import monotonic_clock
-from sparseety.logfile import find_logs, read_log
+from sparseety.logreader import find_logs, read_log
 from sparseety.records import AnyRecord
+from sparseety.segments import Rotation
 
+ANY_DISK = Rotation(min_free_bytes=0)  # however little is free where the tests run
 WAIT = 10.0  # seconds; no test waits so long unless something is wrong
 
 
@@ -245,7 +247,9 @@ class RunningProxy:
 
 
 @contextlib.contextmanager
-def running_proxy(tmp_path: Path, upstream: str, *, drain_seconds: float = 0.0) -> Iterator[RunningProxy]:
+def running_proxy(
+    tmp_path: Path, upstream: str, *, drain_seconds: float = 0.0, rotation: Rotation = ANY_DISK
+) -> Iterator[RunningProxy]:
     """A real proxy on ports of its own. Its log is complete when the block has ended."""
     registry = CollectorRegistry()
     config = ProxyConfig(
@@ -254,6 +258,7 @@ def running_proxy(tmp_path: Path, upstream: str, *, drain_seconds: float = 0.0) 
         upstream=upstream,
         log_dir=tmp_path / "logs",
         drain_seconds=drain_seconds,
+        rotation=rotation,
     )
     proxy = RunningProxy(Service(config, clock=monotonic_clock(), registry=registry), config.log_dir, registry)
 

@@ -48,15 +48,15 @@ def test_a_fault_in_the_capture_ends_the_capture_of_that_request_alone(tmp_path,
 
 def test_a_full_disk_is_not_the_clients_business(tmp_path, monkeypatch, caplog):
     with running_upstream(*STREAM) as upstream, running_proxy(tmp_path, upstream.url) as proxy:
-        written = os.pwrite
+        written = os.write
         broken = True
 
-        def pwrite(*args):
+        def write(*args):
             if broken:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return written(*args)
 
-        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "write", write)
         with proxy.client() as client:
             client.send(post(b"{}"))
             assert client.read_reply() == (200, b"data: {}\n\ndata: [DONE]\n\n")

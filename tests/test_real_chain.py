@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseety.logfile import LogProblem, find_logs, read_log
+from sparseety.logreader import LogProblem, find_logs, read_log
 from sparseety.records import AnyRecord, Response, Step, StreamDone
 from tests.traffic import Got, mixed_traffic, send_all, usage_of
 from tests.vllm_server import serve

@@ -9,7 +9,7 @@ from sparseety.records import RequestAdded
 from verifier.classify import Difference
 from verifier.compare import Comparison, Ending, compare
 from verifier.expect import REPLACEMENT, TextRules
-from verifier.findings import Axis, Finding, RequestVerdict, Severity, place
+from verifier.findings import Axis, Finding, RequestVerdict, Severity
 from verifier.join import Capture, Delivered, EngineRequest, Log
 from verifier.tokenizer import NoTokenizer, Tokenizer
 
@@ -76,7 +76,7 @@ class ChoiceJudge:
         return self._kept(comparison), len(engine.ids)
 
     def _find(self, code: str, axis: Axis, severity: Severity, detail: str) -> None:
-        places = (place(self.capture.log.path, self.capture.line), place(self.engine.log.path, self.engine.line))
+        places = (self.capture.place, self.engine.place)
         self.result.findings.append(Finding(code, axis, severity, detail, choice=self.choice, places=places))
 
     # ------------------------------------------------------------------------------------ what there is to compare
@@ -86,8 +86,8 @@ class ChoiceJudge:
         engine, unknown = self.engine, Severity.UNKNOWN
         if engine.contradiction:
             return "BACKEND_LOG_INVALID", "log", unknown, engine.contradiction
-        if gaps := [*engine.gaps, *engine.log.open_gaps]:
-            lost = sum(gap.count for gap in gaps)
+        if gaps := engine.losses:
+            lost = sum(gap.count for gap in gaps) or "some"
             return "LOST_RECORDS", "log", unknown, f"the engine's log lost {lost} records ({gaps[0].reason})"
         parameters = self.capture.start.parameters if self.capture.start else None
         if parameters is not None and parameters.use_beam_search:
@@ -193,7 +193,7 @@ class ChoiceJudge:
                     chunk_index=chunk + 1,
                     due=difference.due,
                     came=difference.came,
-                    places=(place(capture.log.path, chunk_line), place(engine.log.path, row_line)),
+                    places=(capture.log.place(chunk_line), engine.log.place(row_line)),
                 )
             )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import sparseety
 from sparseety.command import run_command
-from sparseety.logfile import find_logs
+from sparseety.logreader import find_logs
 from verifier import output
 from verifier.run import Report, verify
 from verifier.tokenizer import TokenizerShelf

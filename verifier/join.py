@@ -3,6 +3,8 @@
 The join key is the id the server put into the reply, which is the id the engine was given. spec: docs/architecture.md.
 """
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,22 +26,73 @@ from sparseety.records import (
     StreamDone,
     Usage,
 )
+from verifier.findings import place
+
+Writer = tuple[str, str, int, float] | Path
+"""Who wrote a file: (source, host, pid, start); its path where the first line is lost."""
+
+CLOCK_SKEW = 1.0  # seconds by which the clocks of two witnesses may differ
 
 TEXT_KINDS = frozenset({"text", "reasoning", "tool_call"})
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Records that are missing from a log, and when they were due."""
+
+    begin: float
+    end: float
+    gap: Gap
+
+    @property
+    def unnamed(self) -> bool:
+        return not self.gap.captures and not self.gap.requests
+
+
 @dataclass(slots=True)
 class Log:
-    """One log file, and what it says about itself."""
+    """One writer's log, of one file or several segments, and what it says about itself."""
 
-    path: Path
-    opening: LogOpen | None = None  # None: its first line is lost
+    path: Path  # of its first file
+    opening: LogOpen | None = None  # of the first file; None: its first line is lost
     engine: EngineStart | None = None
     first_ts: float | None = None
     last_ts: float = 0.0
-    closed: bool = False
+    closed: bool = False  # in order, with nothing to follow
     damaged: bool = False  # a line of it was unusable: what is missing here may stand there
-    open_gaps: list[Gap] = field(default_factory=list)  # gaps that do not say which requests they concern
+    losses: list[Loss] = field(default_factory=list)
+    next_segment: int = 0
+    line_offsets: list[int] = field(default_factory=list)  # of each file: lines of the log in the files before
+    paths: list[Path] = field(default_factory=list)
+
+    def place(self, line: int) -> str:
+        """Where to look up a line of this log."""
+        index = bisect_right(self.line_offsets, line - 1) - 1
+        return place(self.paths[index], line - self.line_offsets[index])
+
+    def begin_file(self, path: Path, last_line: int) -> None:
+        self.paths.append(path)
+        self.line_offsets.append(last_line)
+
+    def opened(self, opening: LogOpen) -> None:
+        """A segment begins. Where those before it are gone (the cap on disk space does that), their time is a loss."""
+        if opening.segment > self.next_segment:
+            begin = self.last_ts if self.opening else -math.inf
+            first, last = self.next_segment, opening.segment - 1
+            which = f"segment {first}" if first == last else f"segments {first} to {last}"
+            gap = Gap(ts=opening.ts, reason=f"{which} of the log is not here", count=0)
+            self.losses.append(Loss(begin, opening.ts, gap))
+        self.opening = self.opening or opening
+        self.next_segment = opening.segment + 1
+        self.closed = False
+
+    def lost_between(self, begin: float, end: float) -> list[Gap]:
+        """Losses of that time, those that name their requests too."""
+        return [loss.gap for loss in self.losses if loss.begin <= end and loss.end >= begin]
+
+    def unnamed_between(self, begin: float, end: float) -> list[Gap]:
+        """Losses that any request of that time may have suffered."""
+        return [loss.gap for loss in self.losses if loss.unnamed and loss.begin <= end and loss.end >= begin]
 
 
 @dataclass(slots=True)
@@ -89,6 +142,17 @@ class Capture:
         return self.done is not None or self.response is not None
 
     @property
+    def place(self) -> str:
+        return self.log.place(self.line)
+
+    @property
+    def losses(self) -> list[Gap]:
+        """What this log lost of the request, for certain or perhaps."""
+        ending = self.done or self.response
+        begin = self.start.ts if self.start else -math.inf
+        return [*self.gaps, *self.log.unnamed_between(begin, ending.ts if ending else math.inf)]
+
+    @property
     def usage(self) -> Usage | None:
         ending = self.done or self.response
         return ending.usage if ending else None
@@ -111,6 +175,20 @@ class EngineRequest:
     gaps: list[Gap] = field(default_factory=list)
 
     @property
+    def place(self) -> str:
+        return self.log.place(self.line)
+
+    @property
+    def life(self) -> tuple[float, float]:
+        """From when to when the engine had it, as far as that is known."""
+        return self.added.ts if self.added else -math.inf, self.finished.ts if self.finished else math.inf
+
+    @property
+    def losses(self) -> list[Gap]:
+        """What this log lost of the request, for certain or perhaps."""
+        return [*self.gaps, *self.log.unnamed_between(*self.life)]
+
+    @property
     def complete(self) -> bool:
         """Every id is here: the engine said how many there were, and no row is missing."""
         return self.finished is not None and self.contradiction is None and self.finished.total_ids == len(self.ids)
@@ -118,63 +196,73 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class Logs:
-    """Everything that was read, by request. `add` takes the records of each file in file order."""
+    """Everything that was read, by request. A request is known by its writer and the writer's number for it."""
 
-    files: list[Log] = field(default_factory=list)
-    captures: dict[tuple[int, int], Capture] = field(default_factory=dict)
+    files: list[Log] = field(default_factory=list)  # one for each writer
+    captures: dict[tuple[int, int], Capture] = field(default_factory=dict)  # by (id(log), number)
     engine: dict[tuple[int, int], EngineRequest] = field(default_factory=dict)
+    _writers: dict[Writer, tuple[Log, int]] = field(default_factory=dict)  # and the last line of its log so far
 
-    def add_file(self, path: Path, records: Iterable[tuple[int, AnyRecord]]) -> Log:
-        log = Log(path)
-        index = len(self.files)
-        self.files.append(log)
-        for line, record in records:
-            log.first_ts = record.ts if log.first_ts is None else log.first_ts
+    def add_file(self, path: Path, records: Iterable[tuple[int, AnyRecord]]) -> Log | None:
+        """Take the records of one file, a writer's segments in their order. None: there are none."""
+        log: Log | None = None
+        writer: Writer = path
+        offset = line = 0
+        for number, record in records:
+            if log is None:
+                if isinstance(record, LogOpen):
+                    writer = (record.source, record.host, record.pid, record.start)
+                log, offset = self._writers.get(writer) or (Log(path, first_ts=record.ts), 0)
+                log.begin_file(path, offset)
+            line = offset + number
+            self._add(log, line, record)
             log.last_ts = record.ts
-            self._add(log, index, line, record)
+        if log is not None:
+            if writer not in self._writers:
+                self.files.append(log)
+            self._writers[writer] = log, line
         return log
 
-    def _add(self, log: Log, index: int, line: int, record: AnyRecord) -> None:
+    def _add(self, log: Log, line: int, record: AnyRecord) -> None:
         match record:
             case Chunk():
-                _add_chunk(self._capture(log, index, line, record.capture), line, record)
+                _add_chunk(self._capture(log, line, record.capture), line, record)
             case Step():
                 for row in record.rows:
-                    _add_row(self._engine(log, index, line, row.request), line, row)
+                    _add_row(self._engine(log, line, row.request), line, row)
             case RequestStart():
-                self._capture(log, index, line, record.capture).start = record
+                self._capture(log, line, record.capture).start = record
             case StreamDone():
-                self._capture(log, index, line, record.capture).done = record
+                self._capture(log, line, record.capture).done = record
             case Response():
-                _add_response(self._capture(log, index, line, record.capture), line, record)
+                _add_response(self._capture(log, line, record.capture), line, record)
             case RequestAdded():
-                self._engine(log, index, line, record.request).added = record
+                self._engine(log, line, record.request).added = record
             case RequestFinished():
-                self._engine(log, index, line, record.request).finished = record
+                self._engine(log, line, record.request).finished = record
             case Gap():
                 for number in record.captures:
-                    self._capture(log, index, line, number).gaps.append(record)
+                    self._capture(log, line, number).gaps.append(record)
                 for number in record.requests:
-                    self._engine(log, index, line, number).gaps.append(record)
-                if not record.captures and not record.requests:
-                    log.open_gaps.append(record)
+                    self._engine(log, line, number).gaps.append(record)
+                log.losses.append(Loss(log.last_ts, record.ts, record))
             case LogOpen():
-                log.opening = record
+                log.opened(record)
             case LogClose():
-                log.closed = True
+                log.closed = not record.continued
             case EngineStart():
                 log.engine = record
 
-    def _capture(self, log: Log, index: int, line: int, number: int) -> Capture:
-        capture = self.captures.get((index, number))
+    def _capture(self, log: Log, line: int, number: int) -> Capture:
+        capture = self.captures.get((id(log), number))
         if capture is None:
-            capture = self.captures[index, number] = Capture(log, number, line)
+            capture = self.captures[id(log), number] = Capture(log, number, line)
         return capture
 
-    def _engine(self, log: Log, index: int, line: int, number: int) -> EngineRequest:
-        request = self.engine.get((index, number))
+    def _engine(self, log: Log, line: int, number: int) -> EngineRequest:
+        request = self.engine.get((id(log), number))
         if request is None:
-            request = self.engine[index, number] = EngineRequest(log, number, line)
+            request = self.engine[id(log), number] = EngineRequest(log, number, line)
         return request
 
 
@@ -224,7 +312,8 @@ def _add_row(request: EngineRequest, line: int, row: Row) -> None:
         return
     if row.first_index != len(request.ids) and request.contradiction is None:
         what = "are missing" if row.first_index > len(request.ids) else "stand twice"
-        request.contradiction = f"ids {what}: index {len(request.ids)} was due at line {line}, found {row.first_index}"
+        here = request.log.place(line)
+        request.contradiction = f"ids {what}: index {len(request.ids)} was due at {here}, found {row.first_index}"
     request.row_starts.append(len(request.ids))
     request.row_lines.append(line)
     request.ids += row.ids

@@ -3,10 +3,10 @@
 A fault needs a witness that was obliged to speak. What is not known is never a pass and never a fault.
 """
 
-from sparseety.records import RequestParameters
+from sparseety.records import Gap, RequestParameters
 from verifier.choice import ChoiceJudge, TokenizerOf
-from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict, place
-from verifier.join import Capture, EngineRequest, Log
+from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict
+from verifier.join import CLOCK_SKEW, Capture, EngineRequest, Log
 
 _BROKEN_OFF = {
     "client_gone": "the client left",
@@ -60,11 +60,13 @@ def _not_judged(capture: Capture) -> tuple[Verdict, Finding] | None:
     """A verdict for what has no text to judge."""
 
     def info(code: str, detail: str) -> Finding:
-        return Finding(code, "protocol", Severity.INFO, detail, places=(place(capture.log.path, capture.line),))
+        return Finding(code, "protocol", Severity.INFO, detail, places=(capture.place,))
 
     start, ending = capture.start, capture.done or capture.response
     if start is not None and start.endpoint is None:
         return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; only chat and completions are judged")
+    if ending is None and (losses := capture.losses):
+        return Verdict.INCOMPLETE, _lost(losses[0], capture)
     if ending is None:
         return Verdict.OPEN, info("OPEN", "has not ended in this log")
     if (ending.status is None or ending.status >= 400) and ending.outcome != "client_gone":
@@ -75,20 +77,26 @@ def _not_judged(capture: Capture) -> tuple[Verdict, Finding] | None:
     return None
 
 
+def _lost(gap: Gap, capture: Capture) -> Finding:
+    detail = f"{gap.count or 'some'} records were lost ({gap.reason})"
+    return Finding("LOST_RECORDS", "log", Severity.UNKNOWN, detail, places=(capture.place,))
+
+
 def _log_findings(capture: Capture) -> list[Finding]:
     """What this log lost of the request: then nothing is a fault that the loss could explain."""
-    here = (place(capture.log.path, capture.line),)
+    here = (capture.place,)
 
     def unknown(code: str, detail: str) -> Finding:
         return Finding(code, "log", Severity.UNKNOWN, detail, places=here)
 
-    found = [unknown("LOST_RECORDS", f"{gap.count} records were lost ({gap.reason})") for gap in capture.gaps]
+    losses = capture.losses
+    found = [_lost(gap, capture) for gap in losses]
     if capture.start is None:
         found.append(unknown("TORN_RECORD", "its request_start is missing from the log"))
     elif capture.start.parameters is None:
         found.append(unknown("UNVERIFIABLE", "the request's body was not readable, so its parameters are not known"))
     done = capture.done
-    if done is not None and not capture.gaps and capture.chunks_seen != done.chunk_count:
+    if done is not None and not losses and capture.chunks_seen != done.chunk_count:
         lost = done.chunk_count - capture.chunks_seen
         found.append(unknown("TORN_RECORD", f"{lost} of its {done.chunk_count} chunk records are missing from the log"))
     if capture.response is not None and capture.response.unread is not None:
@@ -99,7 +107,7 @@ def _log_findings(capture: Capture) -> list[Finding]:
 
 
 def _protocol_findings(capture: Capture, parameters: RequestParameters) -> list[Finding]:
-    here = (place(capture.log.path, capture.line),)
+    here = (capture.place,)
     ending = capture.done or capture.response
     assert ending is not None  # _not_judged saw to it
     if ending.outcome in ("upstream_broken", "shutdown", "internal_error"):
@@ -114,7 +122,7 @@ def _protocol_findings(capture: Capture, parameters: RequestParameters) -> list[
     what = []
     if capture.done is not None and not capture.done.end_marker:
         what.append("without [DONE]")
-    if missing and not capture.gaps:
+    if missing and not capture.losses:
         what.append("without a finish_reason for " + ", ".join(f"choice {n}" for n in missing))
     if not what:
         return []
@@ -129,7 +137,7 @@ def _finish_reason(capture: Capture, choice: int) -> str | None:
 
 def _no_join(capture: Capture, choice: int, candidates: int, engine_logs: list[Log]) -> Finding:
     """No single engine request behind a choice: whose fault that is, if anybody's."""
-    here = (place(capture.log.path, capture.line),)
+    here = (capture.place,)
 
     def finding(code: str, axis: Axis, severity: Severity, detail: str) -> Finding:
         return Finding(code, axis, severity, detail, choice=choice, places=here)
@@ -151,10 +159,12 @@ def _no_join(capture: Capture, choice: int, candidates: int, engine_logs: list[L
 def _obliged(log: Log, capture: Capture) -> bool:
     """Would this engine log hold the request if its engine had served it?"""
     ending = capture.done or capture.response
-    if log.opening is None or log.damaged or log.open_gaps or log.opening.scope.sample < 1 or ending is None:
+    if log.opening is None or log.damaged or log.opening.scope.sample < 1 or ending is None:
         return False
     began = capture.start.ts if capture.start else ending.ts
-    return log.opening.ts <= began and ending.ts <= log.last_ts + 1  # after its end it had no duty, closed or not
+    if log.lost_between(began - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
+        return False
+    return log.opening.ts <= began and ending.ts <= log.last_ts + CLOCK_SKEW  # closed or not: after its end it had no duty
 
 
 def _count_findings(capture: Capture, counted: list[tuple[int, int]]) -> list[Finding]:
@@ -169,5 +179,5 @@ def _count_findings(capture: Capture, counted: list[tuple[int, int]]) -> list[Fi
         return []
     detail = f"usage says {usage.completion_tokens} completion tokens, the engine sampled {kept}"
     return [
-        Finding("COUNT_MISMATCH", "ids", Severity.FAULT, detail, places=(place(capture.log.path, capture.line),)),
+        Finding("COUNT_MISMATCH", "ids", Severity.FAULT, detail, places=(capture.place,)),
     ]

@@ -3,8 +3,8 @@
 from collections import Counter
 
 from sparseety.records import Endpoint
-from verifier.findings import Finding, RequestVerdict, Severity, Verdict, place
-from verifier.join import EngineRequest, Logs
+from verifier.findings import Finding, RequestVerdict, Severity, Verdict
+from verifier.join import CLOCK_SKEW, EngineRequest, Log, Logs
 
 
 def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdict]:
@@ -24,7 +24,7 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
         else:
             anonymous[start.endpoint] += 1
     exclusive = [
-        log.first_ts
+        log
         for log in logs.files
         if log.opening and log.opening.source == "proxy" and log.opening.scope.exclusive and not log.damaged
     ]
@@ -34,7 +34,7 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
         endpoint, request_id = _reply_id(request.added.external_id)
         if request_id in verdicts:
             continue  # another choice of the same request
-        here = (place(request.log.path, request.line),)
+        here = (request.place,)
         x_request_id = request_id.partition("-")[2]
         if named[endpoint, x_request_id] > 0 or anonymous[endpoint] > 0:
             if named[endpoint, x_request_id] > 0:
@@ -42,7 +42,7 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
             else:
                 anonymous[endpoint] -= 1
             code, severity, detail = "ABORTED_BEFORE_ID", Severity.INFO, "its client left before the server named it"
-        elif any(since is not None and since <= request.added.ts for since in exclusive):
+        elif any(_obliged(log, request) for log in exclusive):
             detail = "the engine served it, and a proxy that all requests pass did not see it"
             code, severity = "ORPHAN_BACKEND", Severity.FAULT
         else:
@@ -52,6 +52,13 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
         verdict.findings.append(Finding(code, "protocol", severity, detail, places=here))
         verdicts[request_id] = verdict.settle()
     return list(verdicts.values())
+
+
+def _obliged(log: Log, request: EngineRequest) -> bool:
+    """Would this proxy log hold the request, given that all requests pass the proxy?"""
+    begin, end = request.life
+    covered = log.opening is not None and log.opening.ts <= begin
+    return covered and not log.lost_between(begin - CLOCK_SKEW, end + CLOCK_SKEW)
 
 
 def _reply_id(external_id: str) -> tuple[Endpoint, str]:

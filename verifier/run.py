@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparseety.errors import SparseetyError
-from sparseety.logfile import LogProblem, read_log
+from sparseety.logreader import LogProblem, in_order, read_log
 from verifier.findings import RequestVerdict, Verdict
 from verifier.join import EngineIndex, Log, Logs
 from verifier.judge import judge
@@ -69,17 +69,18 @@ def verify(paths: Iterable[Path], shelf: TokenizerShelf) -> Report:
 
 def _read(paths: Iterable[Path], report: Report) -> Logs:
     logs = Logs()
-    for path in paths:
+    for path in in_order(paths):
         report.files += 1
         before = len(report.problems)
         try:
             log = logs.add_file(path, read_log(path, report.problems.append))
         except OSError as error:
             raise SparseetyError(f"{path}: {error.strerror}") from None
-        log.damaged = len(report.problems) > before
-        if log.first_ts is not None:
-            report.usable_files += 1
-        if log.opening is None and log.first_ts is not None:
+        if log is None:
+            continue
+        report.usable_files += 1
+        log.damaged = log.damaged or len(report.problems) > before
+        if log.opening is None:
             report.notes.append(f"{path}: its first line (log_open) is lost; it is read as the present format")
     return logs
 
