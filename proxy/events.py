@@ -76,6 +76,7 @@ class EventReader:
                     part.kind,
                     choice=part.choice,
                     delta_text=part.text,
+                    tool_calls=part.calls,
                     token_ids=part.token_ids,
                     logprob_count=part.logprob_count,
                     finish_reason=part.finish_reason,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sparseety.records import Kind, ReplyChoice, Usage
+from sparseety.records import Kind, ReplyChoice, ToolCall, Usage
 
 
 class Unreadable(ValueError):
@@ -39,10 +39,12 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Function(msgspec.Struct):
+    name: str | None = None
     arguments: str | None = None
 
 
 class _ToolCall(msgspec.Struct):
+    index: int | None = None  # absent in a whole reply
     function: _Function | None = None
 
 
@@ -94,6 +96,7 @@ class Part:
     logprob_count: int | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    calls: list[ToolCall] | None = None  # for tool_call: which calls the text belongs to
     lossy: bool = False  # the event holds more than this part can say: keep its raw form
 
 
@@ -129,15 +132,15 @@ def _parts(choice: _Choice) -> list[Part]:
         texts.append(("reasoning", reasoning))
     if content := delta.content or choice.text:
         texts.append(("text", content))
-    if delta.tool_calls:
-        arguments = (call.function.arguments for call in delta.tool_calls if call.function)
-        texts.append(("tool_call", "".join(text for text in arguments if text)))
+    calls = _calls(delta.tool_calls)
+    if calls:
+        texts.append(("tool_call", "".join(call.arguments for call in calls)))
     if not texts:
         kind: Kind = "finish" if choice.finish_reason else "role" if delta.role else "text"
         texts.append((kind, ""))
     *before, (kind, text) = texts
     return [
-        *(Part(kind, choice.index, text, lossy=kind == "tool_call") for kind, text in before),
+        *(Part(kind, choice.index, text) for kind, text in before),
         Part(
             kind,
             choice.index,
@@ -146,8 +149,20 @@ def _parts(choice: _Choice) -> list[Part]:
             choice.logprob_count(),
             choice.finish_reason or None,
             choice.stop_reason,
-            lossy=kind == "tool_call",
+            calls=calls or None,
         ),
+    ]
+
+
+def _calls(calls: list[_ToolCall] | None) -> list[ToolCall]:
+    """An index that is not stated is the call's place in its list, as in a whole reply."""
+    return [
+        ToolCall(
+            index=place if call.index is None else call.index,
+            name=call.function.name if call.function else None,
+            arguments=(call.function.arguments if call.function else None) or "",
+        )
+        for place, call in enumerate(calls or [])
     ]
 
 
@@ -174,7 +189,7 @@ def _reply_choice(choice: _Choice) -> ReplyChoice:
         choice=choice.index,
         text=message.content or choice.text or "",
         reasoning=message.reasoning or message.reasoning_content or "",
-        tool_calls=bool(message.tool_calls),
+        calls=_calls(message.tool_calls),
         token_ids=choice.token_ids,
         logprob_count=choice.logprob_count(),
         finish_reason=choice.finish_reason,

@@ -123,6 +123,14 @@ class RequestStart(Record, frozen=True, kw_only=True, tag="request_start"):
     parameters: RequestParameters | None = None  # None: no endpoint of ours, or a body that is not its JSON
 
 
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tool call of a reply, or what one stream event adds to it."""
+
+    index: int = 0  # which call of the choice, as the server numbers them
+    name: str | None = None  # the function's; in a stream, on the call's first event only
+    arguments: str = ""  # JSON text as the server sent it; in a stream, what this event adds
+
+
 class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
     """One event of a stream; one record for each choice and kind in it. Made from a copy, after forwarding."""
 
@@ -132,7 +140,8 @@ class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
     kind: Kind = "text"  # what the record is about
     choice: int = 0  # the choice's index in the reply
     chunk_index: int | None = None  # this choice's text-bearing records, from 1; None: no text
-    delta_text: str = ""  # the text it adds; for tool_call, the arguments
+    delta_text: str = ""  # the text it adds; for tool_call, the arguments of all calls in it
+    tool_calls: list[ToolCall] | None = None  # for tool_call: which calls these arguments belong to
     delta_len: int | None = None  # code points; None: as many as delta_text has
     accumulated_len: int | None = None  # code points of this choice so far; None: no text
     token_ids: list[int] | None = None  # as the server sent them (return_token_ids)
@@ -180,7 +189,7 @@ class ReplyChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     choice: int = 0  # its index in the reply
     text: str = ""  # its content
     reasoning: str = ""  # its reasoning text
-    tool_calls: bool = False  # it calls tools
+    calls: list[ToolCall] = []  # the tool calls in it, in order
     token_ids: list[int] | None = None  # as the server sent them (return_token_ids)
     logprob_count: int | None = None  # number of logprob entries, one a token
     finish_reason: str | None = None  # as the server sent it

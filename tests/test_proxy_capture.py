@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from proxy.capture import Limits, RequestCapture, RequestHead
-from sparseety.records import AnyRecord, Chunk, Gap, RequestStart, Response, StreamDone
+from sparseety.records import AnyRecord, Chunk, Gap, RequestStart, Response, StreamDone, ToolCall
 
 SAMPLES = Path(__file__).parent / "data" / "sse"
 STREAMS = [
@@ -21,6 +21,7 @@ STREAMS = [
     "chat-engine-death",
     "chat-reasoning",
     "chat-tools-auto-hermes",
+    "chat-tools-named",
 ]
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 BODY = b'{"model":"m","stream":true}'
@@ -57,6 +58,8 @@ def said_by(data: bytes, choice: int = 0) -> str:
                 delta = part.get("delta", {})
                 if part["index"] == choice:
                     said += (part.get("text") or "") + (delta.get("reasoning") or "") + (delta.get("content") or "")
+                    for call in delta.get("tool_calls") or []:
+                        said += call["function"].get("arguments") or ""
     return said
 
 
@@ -126,8 +129,9 @@ def test_what_a_server_sends_beside_plain_text_is_kept():
     assert chunks(_sample("chat-return-token-ids"), "text")[0].token_ids == [504]
     assert chunks(_sample("chat-reasoning"), "reasoning")[0].delta_text == " asked"
     assert "EngineCore" in chunks(_sample("chat-engine-death"), "error")[0].raw
-    tool_calls = chunks(_sample("chat-tools-auto-hermes"), "tool_call")
-    assert all(record.raw and record.raw.startswith("data: ") for record in tool_calls)
+    named, *rest = chunks(_sample("chat-tools-named"), "tool_call")
+    assert named.tool_calls == [ToolCall(name="get_weather")]
+    assert "".join(record.delta_text for record in rest) == '"Paris"'
     assert all(record.raw is None for record in chunks(_sample("chat-n2")))
 
 

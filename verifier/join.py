@@ -24,6 +24,7 @@ from sparseety.records import (
     Row,
     Step,
     StreamDone,
+    ToolCall,
     Usage,
 )
 from verifier.findings import place
@@ -101,7 +102,9 @@ class Delivered:
 
     pieces: list[str] = field(default_factory=list)  # text-bearing deltas in wire order
     piece_lines: list[int] = field(default_factory=list)  # their lines in the log
+    piece_kinds: list[str] = field(default_factory=list)  # text, reasoning or tool_call, for each piece
     kinds: set[str] = field(default_factory=set)
+    calls: dict[int, ToolCall] = field(default_factory=dict)  # tool calls by index, their parts joined
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -109,6 +112,19 @@ class Delivered:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    def add_piece(self, kind: str, text: str, line: int) -> None:
+        self.pieces.append(text)
+        self.piece_kinds.append(kind)
+        self.piece_lines.append(line)
+        self.kinds.add(kind)
+
+    def add_calls(self, calls: list[ToolCall]) -> None:
+        for part in calls:
+            self.kinds.add("tool_call")
+            known = self.calls.get(part.index, ToolCall(index=part.index))
+            name = part.name if known.name is None else known.name + (part.name or "")
+            self.calls[part.index] = ToolCall(index=part.index, name=name, arguments=known.arguments + part.arguments)
 
     def add_ids(self, ids: list[int] | None) -> None:
         if ids is not None:
@@ -281,9 +297,8 @@ def _add_chunk(capture: Capture, line: int, chunk: Chunk) -> None:
     choice = capture.choices.setdefault(chunk.choice, Delivered())
     if chunk.chunk_index is not None:
         capture.chunks_seen += 1
-        choice.pieces.append(chunk.delta_text)
-        choice.piece_lines.append(line)
-        choice.kinds.add(chunk.kind)
+        choice.add_piece(chunk.kind, chunk.delta_text, line)
+    choice.add_calls(chunk.tool_calls or [])
     choice.add_ids(chunk.token_ids)
     if chunk.finish_reason is not None:
         choice.finish_reason, choice.stop_reason = chunk.finish_reason, chunk.stop_reason
@@ -297,11 +312,10 @@ def _add_response(capture: Capture, line: int, response: Response) -> None:
         choice = capture.choices.setdefault(reply.choice, Delivered())
         for kind, text in (("reasoning", reply.reasoning), ("text", reply.text)):
             if text:
-                choice.pieces.append(text)
-                choice.piece_lines.append(line)
-                choice.kinds.add(kind)
-        if reply.tool_calls:
-            choice.kinds.add("tool_call")
+                choice.add_piece(kind, text, line)
+        for call in reply.calls:
+            choice.add_piece("tool_call", call.arguments, line)
+        choice.add_calls(reply.calls)
         choice.add_ids(reply.token_ids)
         choice.finish_reason, choice.stop_reason = reply.finish_reason, reply.stop_reason
 
