@@ -24,8 +24,9 @@ from deploy.demo.replay import Detokenizer, Sampling
 from sampler_hook.recorder import EngineRecorder, Sampled
 from sparseety.records import Chunk, LogOpen, RequestParameters, RequestStart, Scope, Stamps, StreamDone, Usage
 from verifier.findings import RequestVerdict, Severity, Verdict
-from verifier.join import EngineIndex, Logs
+from verifier.join import EngineIndex
 from verifier.judge import judge
+from verifier.logs import Logs
 from verifier.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -157,7 +158,7 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
             status=200,
             chunk_count=index,
             total_text_len=length,
-            events=1,
+            events=len(records) - 2,
             reads=1,
             bytes=1,
             sha256="",
@@ -183,7 +184,8 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
     recorder.finished("e", finish_reason=served.engine_finish)
     logs.add_file(Path("engine"), enumerate(engine, 1))
     [capture] = logs.captures.values()
-    return judge(capture, EngineIndex(logs.engine.values()).choices(capture), logs.files[1:], lambda _: tokenizer)
+    index = EngineIndex(logs.engine.values(), [capture])
+    return judge(capture, index.join(capture), logs.files[1:], lambda _: tokenizer)
 
 
 def replace_source(opening: LogOpen) -> LogOpen:

@@ -25,6 +25,7 @@ _decode_any = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 # A record's start cannot stand inside another record: quotes in strings are escaped, and records do not nest.
 _PIECES = re.compile(rb'\x00+|(?=\{"event":")')
+_WHERE = re.compile(r"at `\$\.?([\w.\[\]]*)`")
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 _LOG_NAME = re.compile(r".+\.jsonl([.-]\d+)*(\.zst|\.gz)?")  # logrotate adds numbers and .gz
 
@@ -37,6 +38,7 @@ class LogProblem:
     line: int  # from 1
     code: str  # TORN_RECORD or SCHEMA_UNKNOWN
     message: str
+    tail: bool = False  # the end of a file that is still written, or whose writer was killed: to be expected
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.message}"
@@ -49,17 +51,24 @@ def find_logs(arguments: Iterable[str]) -> list[Path]:
     """The log files that folders, files and globs name, each once, in name order. Raises SparseetyError."""
     found: set[Path] = set()
     for argument in arguments:
+        if not argument:
+            raise SparseetyError('"" names no file or folder')
         path = Path(argument)
-        if path.is_dir():
-            found.update(entry for entry in path.iterdir() if _LOG_NAME.fullmatch(entry.name) and entry.is_file())
-        elif path.is_file():
-            found.add(path)
-        elif matches := [Path(match) for match in glob(argument, recursive=True)]:  # noqa: PTH207 -- absolute patterns
-            found.update(match for match in matches if match.is_file())
-        else:
-            raise SparseetyError(f"{argument}: no such file or folder")
-    # A writer that packs a segment removes the plain file last: for a moment there are both.
-    return sorted(path for path in found if path.suffix != PACKED or path.with_suffix("") not in found)
+        try:
+            if path.is_dir():
+                found.update(entry for entry in path.iterdir() if _LOG_NAME.fullmatch(entry.name) and entry.is_file())
+            elif path.is_file():
+                found.add(path)
+            elif matches := [Path(match) for match in glob(argument, recursive=True)]:  # noqa: PTH207
+                found.update(match for match in matches if match.is_file())
+            else:
+                raise SparseetyError(f"{argument}: no such file or folder")
+        except OSError as error:
+            raise SparseetyError(f"{argument[:200]}: {error.strerror}") from None
+    # A writer that packs a segment removes the plain file last: for a moment there are both. And one file may have been
+    # named in several ways.
+    once = {path.resolve(): path for path in sorted(found, reverse=True)}
+    return sorted(path for path in once.values() if path.suffix != PACKED or path.with_suffix("") not in found)
 
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
@@ -211,15 +220,20 @@ def _records(path: Path, number: int, line: bytes, on_problem: OnProblem) -> Ite
 def _problem(path: Path, number: int, line: bytes, error: Exception) -> LogProblem:
     """Name what is wrong with a line, without quoting it: it may hold a user's text."""
     if not line.endswith(b"\n"):
-        return LogProblem(path, number, "TORN_RECORD", "the last line is torn (the writer was killed, or writes still)")
+        message = "the last line is torn (the writer was killed, or writes still)"
+        return LogProblem(path, number, "TORN_RECORD", message, tail=True)
     try:
         event = msgspec.json.decode(_decode_any(line)["event"], type=str)
     except KeyError:
         return LogProblem(path, number, "SCHEMA_UNKNOWN", 'JSON without an "event": not a line of a capture log')
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return LogProblem(path, number, "TORN_RECORD", "not a JSON object: damaged, or not a line of a capture log")
+    name = ascii(event[:40])[1:-1]
     if missing := _MISSING_FIELD.search(str(error)):
-        message = f'record "{event[:40]}" lacks field "{missing[1]}" (format {FORMAT_VERSION})'
-    else:
-        message = f'record "{event[:40]}" is not of format {FORMAT_VERSION}: {error}'
+        message = f'record "{name}" lacks field "{missing[1]}" (format {FORMAT_VERSION})'
+    else:  # of the library's own words only where it is: the rest may quote a value
+        where = _WHERE.search(str(error))
+        message = f'record "{name}" is not of format {FORMAT_VERSION}' + (
+            f": {where[1]} is of another type" if where else ""
+        )
     return LogProblem(path, number, "SCHEMA_UNKNOWN", message)
