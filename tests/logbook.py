@@ -68,7 +68,7 @@ class Logbook:
         )
 
     def engine_request(
-        self, response_id: str, ids: Sequence[int], *, finish: str = "stop", stop: int | None = None, **added: Any
+        self, response_id: str, ids: Sequence[int], *, finish: str = "stop", stop_reason: int | None = None, **added: Any
     ) -> None:
         """What the engine did: one step a token."""
         child = f"{added['child']}_" if added.get("child") else ""
@@ -77,7 +77,7 @@ class Logbook:
         self.recorder.added(engine_id, external_id=response_id, **(defaults | added))
         for token_id in ids:
             self.recorder.step([Sampled(engine_id, [token_id])])
-        self.recorder.finished(engine_id, finish_reason=finish, stop_reason=stop)
+        self.recorder.finished(engine_id, finish_reason=finish, stop_reason=stop_reason)
 
     def stream(
         self,
