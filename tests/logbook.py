@@ -68,7 +68,13 @@ class Logbook:
         )
 
     def engine_request(
-        self, response_id: str, ids: Sequence[int], *, finish: str = "stop", stop_reason: int | None = None, **added: Any
+        self,
+        response_id: str,
+        ids: Sequence[int],
+        *,
+        finish: str = "stop",
+        stop_reason: int | None = None,
+        **added: Any,
     ) -> None:
         """What the engine did: one step a token."""
         child = f"{added['child']}_" if added.get("child") else ""
