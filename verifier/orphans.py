@@ -10,14 +10,14 @@ from verifier.join import CLOCK_SKEW, EngineRequest, Log, Logs
 def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdict]:
     """What the engine served and no reply names.
 
-    Clients that left before the server named their request account for some of it; the rest came past the proxy,
-    unless the operator said that nothing does.
+    Requests that the proxy's log does not name (their client left, or the log ends, before the server named them)
+    account for some of it; the rest came past the proxy, unless the operator said that nothing does.
     """
     named: Counter[tuple[Endpoint, str]] = Counter()  # by the id that the client chose
     anonymous: Counter[Endpoint] = Counter()
     for capture in logs.captures.values():
         start = capture.start
-        if start is None or start.endpoint is None or not capture.ended or capture.response_id is not None:
+        if start is None or start.endpoint is None or capture.response_id is not None:
             continue
         if start.x_request_id:
             named[start.endpoint, start.x_request_id] += 1
@@ -41,7 +41,8 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
                 named[endpoint, x_request_id] -= 1
             else:
                 anonymous[endpoint] -= 1
-            code, severity, detail = "ABORTED_BEFORE_ID", Severity.INFO, "its client left before the server named it"
+            detail = "its client left, or the proxy's log ends, before the server named it"
+            code, severity = "ABORTED_BEFORE_ID", Severity.INFO
         elif any(_obliged(log, request) for log in exclusive):
             detail = "the engine served it, and a proxy that all requests pass did not see it"
             code, severity = "ORPHAN_BACKEND", Severity.FAULT
@@ -57,8 +58,9 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
 def _obliged(log: Log, request: EngineRequest) -> bool:
     """Would this proxy log hold the request, given that all requests pass the proxy?"""
     begin, end = request.life
-    covered = log.opening is not None and log.opening.ts <= begin
-    return covered and not log.lost_between(begin - CLOCK_SKEW, end + CLOCK_SKEW)
+    if log.opening is None or begin < log.opening.ts or not (log.closed or end <= log.last_ts + CLOCK_SKEW):
+        return False
+    return not log.lost_between(begin - CLOCK_SKEW, end + CLOCK_SKEW)
 
 
 def _reply_id(external_id: str) -> tuple[Endpoint, str]:
