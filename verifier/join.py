@@ -15,7 +15,6 @@ from sparseety.records import (
     Chunk,
     EngineStart,
     Gap,
-    LogClose,
     LogOpen,
     RequestAdded,
     RequestFinished,
@@ -58,7 +57,6 @@ class Log:
     engine: EngineStart | None = None
     first_ts: float | None = None
     last_ts: float = 0.0
-    closed: bool = False  # in order, with nothing to follow
     damaged: bool = False  # a line of it was unusable: what is missing here may stand there
     losses: list[Loss] = field(default_factory=list)
     next_segment: int = 0
@@ -84,7 +82,6 @@ class Log:
             self.losses.append(Loss(begin, opening.ts, gap))
         self.opening = self.opening or opening
         self.next_segment = opening.segment + 1
-        self.closed = False
 
     def lost_between(self, begin: float, end: float) -> list[Gap]:
         """Losses of that time, those that name their requests too."""
@@ -248,8 +245,6 @@ class Logs:
                 log.losses.append(Loss(log.last_ts, record.ts, record))
             case LogOpen():
                 log.opened(record)
-            case LogClose():
-                log.closed = not record.continued
             case EngineStart():
                 log.engine = record
 

@@ -164,7 +164,8 @@ def _obliged(log: Log, capture: Capture) -> bool:
     began = capture.start.ts if capture.start else ending.ts
     if log.lost_between(began - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
         return False
-    return log.opening.ts <= began and (log.closed or ending.ts <= log.last_ts + CLOCK_SKEW)
+    # After its end a log had no duty, closed or not.
+    return log.opening.ts <= began and ending.ts <= log.last_ts + CLOCK_SKEW
 
 
 def _count_findings(capture: Capture, counted: list[tuple[int, int]]) -> list[Finding]:

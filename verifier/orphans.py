@@ -58,7 +58,7 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
 def _obliged(log: Log, request: EngineRequest) -> bool:
     """Would this proxy log hold the request, given that all requests pass the proxy?"""
     begin, end = request.life
-    if log.opening is None or begin < log.opening.ts or not (log.closed or end <= log.last_ts + CLOCK_SKEW):
+    if log.opening is None or begin < log.opening.ts or end > log.last_ts + CLOCK_SKEW:
         return False
     return not log.lost_between(begin - CLOCK_SKEW, end + CLOCK_SKEW)
 
