@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from sampler_hook.recorder import Sampled
-from sparseety.records import Chunk, Gap, RequestFinished, Scope, Step
+from sparseety.records import Chunk, Gap, LogClose, RequestFinished, Scope, Step
 from tests.logbook import BYTE_LEVEL, EOS, SENTENCEPIECE, Logbook
 from verifier import cli
 
@@ -186,6 +186,16 @@ def test_a_reply_the_engine_does_not_know_is_a_fault_only_where_its_log_is_whole
 
     book.engine.append(Gap(ts=book.tick(), reason="queue full", count=3))
     result = verify(book.write(tmp_path / "gap"), "--json")
+    assert codes(result, "chatcmpl-2") == ("incomplete", {"UNVERIFIABLE"})
+
+
+def test_a_reply_after_the_engines_log_was_closed_is_no_orphan(tmp_path, verify):
+    book = Logbook()
+    book.exchange([HELLO, EOS], ["hello"])
+    book.engine.append(LogClose(ts=book.tick(), records=9, lost=0))  # the plugin switched itself off here
+    book.now += 60
+    book.stream("chatcmpl-2", ["hello"])
+    result = verify(book.write(tmp_path, close=False), "--json")
     assert codes(result, "chatcmpl-2") == ("incomplete", {"UNVERIFIABLE"})
 
 
