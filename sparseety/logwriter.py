@@ -145,6 +145,11 @@ class LogWriter:
         stuck = since is not None and time.monotonic() - since > _STUCK_SECONDS
         return self._thread.is_alive() and self._failing is None and not stuck
 
+    @property
+    def fill(self) -> float:
+        """Share of the queue in use, 0..1."""
+        return self._queued_bytes / self._max_queue_bytes
+
     def put(self, record: AnyRecord) -> bool:
         """Queue a record. False: it was lost, which is counted and will be said in the log."""
         try:

@@ -14,7 +14,7 @@ from sparseety.segments import PACKED, PARTIAL, Rotation, SegmentFile, locked, s
 log = logging.getLogger("sparseety.log")
 
 _BLOCK = 1 << 20
-_LEVEL = 3
+_LEVEL = 9  # 10 to 20 % smaller than 3, and at 80 MB/s still a hundred times as fast as logs are written
 # A lock may not reach from one machine to another, so other hosts' plain files must have lain still for a while too.
 _OTHER_HOSTS_SECONDS = 3600.0
 

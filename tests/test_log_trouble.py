@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kill9 import kill_one
 from sparseety import logwriter
 from sparseety.clock import monotonic_clock
 from sparseety.logreader import find_logs, in_order, read_log
@@ -342,3 +343,11 @@ def test_with_its_log_writer_stalled_the_proxy_delivers_every_byte_and_records_i
             client.send(post(b"{}"))
             assert client.read_reply() == (200, BODY)
     check_log(tmp_path / "logs", lost=0)
+
+
+@pytest.mark.parametrize("bursts", [1, 30, 90])
+def test_of_a_writer_killed_under_load_every_flushed_record_reads_back(tmp_path, bursts):
+    found = kill_one(tmp_path / "logs", bursts)
+    assert found.flushed >= bursts * 200
+    assert found.read >= found.flushed
+    assert found.torn_in_one_file <= 1
