@@ -19,7 +19,10 @@ ALLOWED = {
     "verifier": {"sparseety", "tokenizers"},
 }
 # inside functions only: loaded where and when it is there
-ALLOWED_LATE = {"sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub"}}
+ALLOWED_LATE = {
+    "proxy": {"brotli", "zstandard"},
+    "sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub"},
+}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
