@@ -12,6 +12,7 @@ from sparseety.records import (
     FORMAT_VERSION,
     AnyRecord,
     Chunk,
+    Endpoint,
     EngineStart,
     LogClose,
     LogOpen,
@@ -88,9 +89,11 @@ class Logbook:
         outcome: Any = "complete",
         end_marker: bool = True,
         token_ids: Sequence[list[int]] | None = None,
+        endpoint: Endpoint = "chat",
+        x_request_id: str | None = None,
         **parameters: Any,
     ) -> int:
-        """What the proxy saw of one chat stream; returns its capture number."""
+        """What the proxy saw of one stream; returns its capture number."""
         self._captures += 1
         number = self._captures
         wanted = RequestParameters(**({"model": "toy", "stream": True} | parameters))
@@ -100,8 +103,9 @@ class Logbook:
                 capture=number,
                 uuid=f"uuid-{number}",
                 method="POST",
-                path="/v1/chat/completions",
-                endpoint="chat",
+                path="/v1/chat/completions" if endpoint == "chat" else f"/v1/{endpoint}",
+                endpoint=endpoint,
+                x_request_id=x_request_id,
                 parameters=wanted,
             )
         )

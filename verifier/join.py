@@ -6,6 +6,7 @@ The join key is the id the server put into the reply, which is the id the engine
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 
 from sparseety.records import (
@@ -246,22 +247,27 @@ class EngineIndex:
     def choices(self, capture: Capture) -> dict[int, list[EngineRequest]]:
         """Engine requests of each choice of this reply: none, one, or several that claim to be it.
 
-        Chat: the reply's id is the engine's. Completions: the engine adds `-<prompt>`, and choice = prompt * n + child.
+        Chat and messages: the reply's id is the engine's. Completions: the engine adds `-<prompt>`, and choice =
+        prompt * n + child. Responses: the engine adds `_<turn>`; more than one turn is not told apart here.
         """
         response_id, start = capture.response_id, capture.start
         if response_id is None:
             return {}
         parameters = start.parameters if start else None
         n = parameters.n if parameters else 1
-        if start is not None and start.endpoint == "completions":
-            ids = [f"{response_id}-{prompt}" for prompt in range(parameters.prompts if parameters else 1)]
+        endpoint = start.endpoint if start else None
+        if endpoint == "completions":
+            ids = [(n * i, f"{response_id}-{i}") for i in range(parameters.prompts if parameters else 1)]
+        elif endpoint == "responses":
+            turns = takewhile(lambda external_id: external_id in self._by_id, (f"{response_id}_{i}" for i in count()))
+            ids = [(0, external_id) for external_id in turns]
         else:
-            ids = [response_id]
+            ids = [(0, response_id)]
         found: dict[int, list[EngineRequest]] = defaultdict(list)
-        for prompt, external_id in enumerate(ids):
+        for first, external_id in ids:
             for request in self._by_id.get(external_id, ()):
                 assert request.added is not None
-                found[prompt * n + request.added.child].append(request)
+                found[first + request.added.child].append(request)
                 self._taken.add(id(request))
         return found
 

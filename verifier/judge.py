@@ -64,7 +64,7 @@ def _not_judged(capture: Capture) -> tuple[Verdict, Finding] | None:
 
     start, ending = capture.start, capture.done or capture.response
     if start is not None and start.endpoint is None:
-        return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; only chat and completions are judged")
+        return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; not an endpoint whose text is judged")
     if ending is None:
         return Verdict.OPEN, info("OPEN", "has not ended in this log")
     if (ending.status is None or ending.status >= 400) and ending.outcome != "client_gone":
@@ -113,7 +113,7 @@ def _protocol_findings(capture: Capture, parameters: RequestParameters) -> list[
     missing = [n for n in range(parameters.n * parameters.prompts) if not _finish_reason(capture, n)]
     what = []
     if capture.done is not None and not capture.done.end_marker:
-        what.append("without [DONE]")
+        what.append("without its end marker")
     if missing and not capture.gaps:
         what.append("without a finish_reason for " + ", ".join(f"choice {n}" for n in missing))
     if not what:
@@ -135,7 +135,7 @@ def _no_join(capture: Capture, choice: int, candidates: int, engine_logs: list[L
         return Finding(code, axis, severity, detail, choice=choice, places=here)
 
     if candidates:
-        detail = f"{candidates} engine requests bear this id (a repeated X-Request-Id?); which is meant is not known"
+        detail = f"{candidates} engine requests bear this id (a repeated X-Request-Id, several turns?): not told apart"
         return finding("JOIN_AMBIGUOUS", "protocol", Severity.UNKNOWN, detail)
     if not engine_logs:
         return finding("UNVERIFIABLE", "ids", Severity.UNKNOWN, "there is no engine log")

@@ -13,16 +13,17 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
     Clients that left before the server named their request account for some of it; the rest came past the proxy,
     unless the operator said that nothing does.
     """
-    named: Counter[tuple[Endpoint, str]] = Counter()  # by the id that the client chose
+    named: Counter[tuple[Endpoint, str]] = Counter()  # by the id that the client chose; messages count as chat
     anonymous: Counter[Endpoint] = Counter()
     for capture in logs.captures.values():
         start = capture.start
         if start is None or start.endpoint is None or not capture.ended or capture.response_id is not None:
             continue
-        if start.x_request_id:
-            named[start.endpoint, start.x_request_id] += 1
+        endpoint: Endpoint = "chat" if start.endpoint == "messages" else start.endpoint
+        if start.x_request_id and endpoint != "responses":  # which name requests themselves
+            named[endpoint, start.x_request_id] += 1
         else:
-            anonymous[start.endpoint] += 1
+            anonymous[endpoint] += 1
     exclusive = [
         log.first_ts
         for log in logs.files
@@ -55,7 +56,9 @@ def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdi
 
 
 def _reply_id(external_id: str) -> tuple[Endpoint, str]:
-    """(endpoint, id in the reply) of an engine's external id: completions add `-<prompt>` to it."""
+    """(endpoint, id in the reply) of an engine's external id, as EngineIndex.choices has it; messages count as chat."""
     if external_id.startswith("cmpl-"):
         return "completions", external_id.rpartition("-")[0]
+    if external_id.startswith("resp_"):
+        return "responses", external_id.rpartition("_")[0]
     return "chat", external_id
