@@ -10,8 +10,8 @@ import httpx
 
 from proxy.asgi import Receive, Scope, Send
 from proxy.capture import RequestHead
+from proxy.counters import Counters
 from proxy.headers import HeaderList, end_to_end, for_upstream, is_event_stream
-from proxy.metrics import Counters
 from proxy.recording import Recorder, Recording
 from proxy.upstream import Upstream, explain
 from sparseety.clock import Clock

@@ -15,7 +15,8 @@ from proxy.admin import build_admin
 from proxy.app import ProxyApp
 from proxy.capture import ENDPOINTS
 from proxy.config import Address, ProxyConfig
-from proxy.metrics import Counters, ProxyMetrics
+from proxy.counters import Counters
+from proxy.metrics import ProxyMetrics
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
