@@ -11,6 +11,7 @@ from proxy.events import EventReader
 from proxy.headers import HeaderList
 from proxy.inflate import Bounds, CannotInflate, Inflater
 from proxy.request import read_parameters
+from proxy.secrets import Secrets
 from sparseety.chunks import ReplyBody, Unreadable
 from sparseety.dialects import DIALECTS
 from sparseety.records import (
@@ -46,6 +47,7 @@ class RequestHead:
     method: str
     path: str  # percent-decoded as the server behind does it to find its endpoint; without the query
     headers: HeaderList
+    query: bytes = b""  # to know the credentials in it; never recorded
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -102,6 +104,7 @@ class RequestCapture:
         """number: the log writer's own request number. arrived: when the head was there."""
         self._number, self._uuid, self._head, self._arrived, self._limits = number, uuid, head, arrived, limits
         self._endpoint = head.endpoint
+        self._secrets = Secrets(head.headers, head.query)
         coding = header_lists.content_coding(head.headers)
         self._request: _Copy | None = _Copy(limits.body_bytes, coding) if self._endpoint else None
         self._started = False  # request_start has been returned
@@ -166,7 +169,7 @@ class RequestCapture:
             self._reply = _Copy(self._limits.body_bytes, coding)
             return records
         dialect = DIALECTS[self._endpoint] if self._endpoint else None
-        self._stream = EventReader(self._number, dialect, self._limits.event_bytes)
+        self._stream = EventReader(self._number, dialect, self._limits.event_bytes, self._secrets.clean)
         if coding:
             try:
                 self._inflater = Inflater(coding, Bounds(self._limits.stream_bytes))
@@ -204,6 +207,7 @@ class RequestCapture:
     def ended(self, outcome: Outcome, ts: float, error: str | None = None) -> list[AnyRecord]:
         """The request is over, in whatever way. To be called once, last."""
         records = self._start(ts)
+        error = self._secrets.clean_text(error)
         if self._stream is None or self._status is None:
             return [*records, self._response(outcome, ts, error)]
         if self._readable:

@@ -1,5 +1,7 @@
 """Turn the bytes of an event stream into `chunk` records. No socket, no clock, no asyncio."""
 
+from collections.abc import Callable
+
 from sparseety.chunks import ChunkBody, Part, Unreadable
 from sparseety.dialects import DONE, Dialect
 from sparseety.records import Chunk, Gap, Kind, Usage
@@ -9,10 +11,12 @@ from sparseety.sse import SseEvent, SseSplitter, read_fields
 class EventReader:
     """Reads one stream and keeps its sums. Nothing that the events hold makes it raise."""
 
-    def __init__(self, capture: int, dialect: Dialect | None, max_event_bytes: int) -> None:
-        """dialect=None: events are counted, not read; there are no records."""
+    def __init__(
+        self, capture: int, dialect: Dialect | None, max_event_bytes: int, clean: Callable[[bytes], bytes] = bytes
+    ) -> None:
+        """dialect=None: events are counted, not read; there are no records. clean: frees raw forms of credentials."""
         self._capture, self._dialect = capture, dialect
-        self._max_event_bytes = max_event_bytes
+        self._max_event_bytes, self._clean = max_event_bytes, clean
         self._splitter = SseSplitter(max_event_bytes)
         self._counts: dict[int, tuple[int, int]] = {}  # choice -> (text-bearing records, code points)
         self._content_len = 0  # code points of kind text
@@ -109,7 +113,7 @@ class EventReader:
             if self.first_token is None:
                 self.first_token = at
             self.last_token = at
-        as_text, as_bytes = _kept(raw) if raw is not None else (None, None)
+        as_text, as_bytes = self._kept(raw) if raw is not None else (None, None)
         return Chunk(
             ts=at,
             capture=self._capture,
@@ -131,12 +135,14 @@ class EventReader:
             raw_base64=as_bytes,
         )
 
+    def _kept(self, event: SseEvent) -> tuple[str | None, bytes | None]:
+        """The event as received, as text or else as bytes.
 
-def _kept(event: SseEvent) -> tuple[str | None, bytes | None]:
-    """The event as received, as text or else as bytes. How the network sliced it must not show, so a complete one goes
-    without the line ends behind it: the last LF may have come too late to be part of it."""
-    raw = event.raw.rstrip(b"\r\n") if event.complete else event.raw
-    try:
-        return raw.decode(), None
-    except UnicodeDecodeError:
-        return None, raw
+        How the network sliced it must not show, so a complete one goes without the line ends behind it: the last LF may
+        have come too late to be part of it.
+        """
+        raw = self._clean(event.raw.rstrip(b"\r\n") if event.complete else event.raw)
+        try:
+            return raw.decode(), None
+        except UnicodeDecodeError:
+            return None, raw

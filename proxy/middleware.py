@@ -41,6 +41,7 @@ class Capture:
         self._writer: LogWriter | None = None
         self._recorder: Recorder | None = None
         try:
+            _show_our_lines()
             self._open()
         except Exception as error:  # noqa: BLE001 -- the server must come up whatever is wrong with the recording
             reason = str(error) if isinstance(error, SparseetyError) else repr(error)
@@ -154,8 +155,17 @@ class _Exchange:
             self._complete = not self._gone
 
 
+def _show_our_lines() -> None:
+    """vLLM gives handlers to its own logger alone: without them, what we and the log writer have to say is not seen."""
+    ours, theirs = logging.getLogger("sparseety"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.level)
+
+
 def _head(scope: Scope) -> RequestHead:
     """The path as the application matches it: without the prefix that it is mounted under."""
     path: str = scope["path"]
     root: Any = scope.get("root_path") or ""
-    return RequestHead(scope["method"], path.removeprefix(root) if root else path, scope["headers"])
+    path = path.removeprefix(root) if root else path
+    return RequestHead(scope["method"], path, scope["headers"], scope.get("query_string", b""))

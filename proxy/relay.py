@@ -124,7 +124,7 @@ class Relay:
             self._open.discard(task)
 
     async def _relay(self, scope: Scope, client: Client) -> None:
-        head = RequestHead(scope["method"], scope["path"], scope["headers"])
+        head = RequestHead(scope["method"], scope["path"], scope["headers"], scope.get("query_string", b""))
         recording = self._recorder.begin(head)
         exchange = asyncio.create_task(self._exchange(scope, client, recording))
         watch = asyncio.create_task(client.wait_gone())

@@ -289,3 +289,53 @@ def test_a_request_without_reply_has_a_beginning_and_an_end(outcome):
     assert isinstance(start, RequestStart)
     assert isinstance(end, Response)
     assert (end.outcome, end.status, end.error, end.unread) == (outcome, None, "why", None)
+
+
+KEYS = ["QUERYSECRET1", "HEADERSECRET2", "HEADERSECRET3", "HEADERSECRET4", "HEADERSECRET5"]
+
+
+def with_keys() -> RequestCapture:
+    headers = [
+        (b"AUTHORIZATION", b"Bearer HEADERSECRET2"),
+        (b"X-Api-Key", b"HEADERSECRET3"),
+        (b"api-key", b"HEADERSECRET4"),
+        (b"Cookie", b"s=HEADERSECRET5; a=1"),
+    ]
+    head = RequestHead("POST", "/v1/chat/completions", headers, b"key=QUERYSECRET1&x=stay-here")
+    return RequestCapture(1, "u", head, 1.0, Limits())
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "event",
+    [b'data: {"error":{"message":"bad key %b here"}}\n\n', b": %b\n\n", b"data: %b\xff\n\n", b"data: cut %b"],
+)
+def test_a_credential_that_the_server_quotes_is_not_recorded(key, event):
+    request = with_keys()
+    found = [*request.request_body(BODY, 2.0), *request.request_ended(3.0), *request.reply_head(200, SSE, 4.0)]
+    found += request.reply_body(event % key.encode(), 5.0)
+    found += request.ended("upstream_broken", 6.0, f"no way to http://a/?key={key}")
+    written = msgspec.json.encode(found)
+    kept = b"".join(record.raw_base64 or (record.raw or "").encode() for record in chunks(found))
+    assert key.encode() not in written + kept
+    assert b"[credential]" in kept
+    assert found[-1].error == "no way to http://a/?key=[credential]"
+
+
+def test_what_is_no_credential_stays():
+    request = with_keys()
+    found = [*request.reply_head(200, SSE, 4.0), *request.reply_body(b": s=1 a=1 Bearer stay-here\n\n", 5.0)]
+    assert [record.raw for record in chunks(found)] == [": s=1 a=1 Bearer stay-here"]
+
+
+def test_a_last_event_that_says_another_text_than_the_deltas_is_kept():
+    """Many clients show the text of response.completed, not that of the deltas."""
+    delta = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"abc"}\n\n'
+    for text, kept in ((b"abc", False), (b"abcd", True)):
+        last = b'{"type":"response.completed","response":{"id":"r","status":"completed","output":[{"type":"message",'
+        last += b'"content":[{"type":"output_text","text":"%b"}]}]}}' % text
+        request = begin("/v1/responses")
+        request.reply_head(200, SSE, 4.0)
+        (_, end) = request.reply_body(delta + b"event: response.completed\ndata: " + last + b"\n\n", 5.0)
+        assert isinstance(end, Chunk)
+        assert (end.kind, end.finish_reason, end.raw is not None) == ("finish", "completed", kept)
