@@ -55,8 +55,13 @@ class Capture:
         scope = records.Scope(endpoints=list(ENDPOINTS.values()), mounting="middleware")
         self._writer = LogWriter(Path(folder), "proxy", scope, clock=self._clock)
         self._recorder = Recorder(self._writer, self._clock, self._counters)
-        atexit.register(self._writer.close)  # for a server that is stopped without its lifespan being ended
+        self._pid = os.getpid()
+        atexit.register(self._close)  # for a server that is stopped without its lifespan being ended
         log.warning("sparseety: requests and replies, their text included, are recorded in %s", self._writer.path)
+
+    def _close(self) -> None:
+        if self._writer is not None and os.getpid() == self._pid:  # a fork's copy must not end the file of another
+            self._writer.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._recorder is None:
@@ -85,8 +90,8 @@ class Capture:
 
     def _closing_after(self, send: Send) -> Send:
         async def closing(message: Message) -> None:
-            if message["type"].startswith("lifespan.shutdown.") and self._writer is not None:
-                await asyncio.to_thread(self._writer.close)
+            if message["type"].startswith("lifespan.shutdown."):
+                await asyncio.to_thread(self._close)
             await send(message)
 
         return closing
