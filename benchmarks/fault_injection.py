@@ -22,7 +22,17 @@ from tokenizers import Tokenizer as Library
 
 from deploy.demo.replay import Detokenizer, Sampling
 from sampler_hook.recorder import EngineRecorder, Sampled
-from sparseety.records import Chunk, LogOpen, RequestParameters, RequestStart, Scope, Stamps, StreamDone, Usage
+from sparseety.records import (
+    AnyRecord,
+    Chunk,
+    LogOpen,
+    RequestParameters,
+    RequestStart,
+    Scope,
+    Stamps,
+    StreamDone,
+    Usage,
+)
 from verifier.findings import RequestVerdict, Severity, Verdict
 from verifier.join import EngineIndex
 from verifier.judge import judge
@@ -121,7 +131,7 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
     start = RequestStart(
         ts=2.0, capture=1, uuid="u", method="POST", path="/v1/chat/completions", endpoint="chat", parameters=parameters
     )
-    records: list = [opening, start]
+    records: list[AnyRecord] = [opening, start]
     index = length = 0
     for wire, (text, ids) in enumerate(zip(served.chunks, served.chunk_ids, strict=True), 1):
         index += bool(text)
@@ -168,7 +178,7 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
         )
     )
     logs.add_file(Path("proxy"), enumerate(records, 1))
-    engine: list = [replace_source(opening)]
+    engine: list[AnyRecord] = [replace_source(opening)]
     recorder = EngineRecorder(engine.append, lambda: 2.5)
     recorder.added(
         "e",
@@ -184,8 +194,8 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
     recorder.finished("e", finish_reason=served.engine_finish)
     logs.add_file(Path("engine"), enumerate(engine, 1))
     [capture] = logs.captures.values()
-    index = EngineIndex(logs.engine.values(), [capture])
-    return judge(capture, index.join(capture), logs.files[1:], lambda _: tokenizer)
+    engines = EngineIndex(logs.engine.values(), [capture])
+    return judge(capture, engines.join(capture), logs.files[1:], lambda _: tokenizer)
 
 
 def replace_source(opening: LogOpen) -> LogOpen:

@@ -18,7 +18,7 @@ from deploy.demo.replay import Stream, load_streams
 from proxy.capture import Limits, RequestCapture, RequestHead
 from sampler_hook.recorder import EngineRecorder, Sampled
 from sparseety.clock import monotonic_clock
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 from sparseety.records import EngineStart, Scope, TokenizerIdentity
 
 ROOT = Path(__file__).parents[1]

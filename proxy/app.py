@@ -1,7 +1,7 @@
 """The ASGI application of port 9000: wholly the upstream's, without a path of its own."""
 
 from proxy.asgi import Receive, Scope, Send
-from proxy.metrics import Counters
+from proxy.counters import Counters
 from proxy.recording import Recorder
 from proxy.relay import Relay
 from proxy.upstream import Upstream

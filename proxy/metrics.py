@@ -1,21 +1,12 @@
-"""The proxy's counters: plain integers that the relay adds to, published when somebody scrapes."""
+"""Publishes the proxy's counters when somebody scrapes."""
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from proxy.counters import Counters
 from sparseety.logwriter import LogWriter
-
-
-@dataclass(slots=True)
-class Counters:
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (endpoint, outcome), ended ones
-    chunks: int = 0  # records of stream events
-    open_streams: int = 0
-    capture_failures: int = 0  # requests whose capture was switched off by an exception
 
 
 class ProxyMetrics(Collector):

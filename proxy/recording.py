@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from uuid import uuid4
 
 from proxy.capture import Limits, RequestCapture, RequestHead
+from proxy.counters import Counters
 from proxy.headers import HeaderList
-from proxy.metrics import Counters
 from sparseety.clock import Clock
 from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, Chunk, Gap, Outcome

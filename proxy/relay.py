@@ -10,8 +10,8 @@ import httpx
 
 from proxy.asgi import Receive, Scope, Send
 from proxy.capture import RequestHead
+from proxy.counters import Counters
 from proxy.headers import HeaderList, end_to_end, for_upstream, is_event_stream
-from proxy.metrics import Counters
 from proxy.recording import Recorder, Recording
 from proxy.upstream import Upstream, explain
 from sparseety.clock import Clock
@@ -124,7 +124,7 @@ class Relay:
             self._open.discard(task)
 
     async def _relay(self, scope: Scope, client: Client) -> None:
-        head = RequestHead(scope["method"], scope["path"], scope["headers"])
+        head = RequestHead(scope["method"], scope["path"], scope["headers"], scope.get("query_string", b""))
         recording = self._recorder.begin(head)
         exchange = asyncio.create_task(self._exchange(scope, client, recording))
         watch = asyncio.create_task(client.wait_gone())

@@ -13,8 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from proxy.admin import build_admin
 from proxy.app import ProxyApp
+from proxy.capture import ENDPOINTS
 from proxy.config import Address, ProxyConfig
-from proxy.metrics import Counters, ProxyMetrics
+from proxy.counters import Counters
+from proxy.metrics import ProxyMetrics
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
@@ -61,7 +63,7 @@ class Service:
             self._sockets = [_listen(config.listen, "--listen"), _listen(config.admin, "--admin")]
             for opened in self._sockets:
                 undo.callback(opened.close)
-            scope = Scope(endpoints=["chat", "completions"], upstream=config.upstream, exclusive=config.exclusive)
+            scope = Scope(endpoints=list(ENDPOINTS.values()), upstream=config.upstream, exclusive=config.exclusive)
             self.writer = LogWriter(config.log_dir, "proxy", scope, clock=clock, rotation=config.rotation)
             undo.pop_all()
         self.listen, self.admin = (Address(*opened.getsockname()[:2]) for opened in self._sockets)

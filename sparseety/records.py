@@ -12,7 +12,8 @@ import msgspec
 FORMAT_VERSION = 1  # rises with any change that a reader can notice; has nothing to do with the release number
 
 Source = Literal["proxy", "engine"]
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses", "messages"]
+Mounting = Literal["proxy", "middleware"]
 Kind = Literal[
     "text", "reasoning", "tool_call", "role", "finish", "usage", "error", "comment", "control", "done", "unparsed"
 ]
@@ -32,7 +33,8 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What this witness was obliged to record. An absence means something only inside it."""
 
     endpoints: list[Endpoint] = []  # the proxy: endpoints whose text is recorded
-    upstream: str | None = None  # the proxy: where it sends requests, without credentials
+    mounting: Mounting = "proxy"  # the proxy: a hop of its own, or inside the server, blind to the network before it
+    upstream: str | None = None  # the proxy: where it sends requests, without credentials; None: inside the server
     exclusive: bool = False  # the proxy: the operator says that every request of the upstream passes through here
     sample: float = 1.0  # share of requests recorded, 0..1
 
@@ -85,12 +87,12 @@ class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     model: str | None = None  # as the client names it
     stream: bool = False  # an event stream was asked for
     n: int = 1  # choices for each prompt
-    max_tokens: int | None = None  # or max_completion_tokens
+    max_tokens: int | None = None  # or max_completion_tokens, max_output_tokens
     min_tokens: int = 0  # no stop before so many
     temperature: float | None = None  # of sampling
     top_p: float | None = None  # of sampling
     seed: int | None = None  # of sampling
-    stop: list[str] = []  # strings that end the text
+    stop: list[str] = []  # strings that end the text; /v1/messages: stop_sequences
     stop_token_ids: list[int] = []  # ids that end it
     include_stop_str_in_output: bool = False  # the stop string or token stays in the text
     skip_special_tokens: bool = True  # special tokens have no text
@@ -103,10 +105,10 @@ class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     return_token_ids: bool = False  # ids come with the text
     logprobs: bool = False  # log probabilities come with the text
     tools: bool = False  # the request offers tools
-    structured: bool = False  # a response_format or structured_outputs constrains the text
+    structured: bool = False  # a schema or grammar constrains the text
     include_usage: bool = False  # stream_options.include_usage
     prompts: int = 1  # /v1/completions: number of prompts
-    messages: int | None = None  # /v1/chat/completions: number of messages
+    messages: int | None = None  # number of messages or input items; not of /v1/completions
     prompt_chars: int | None = None  # code points of all prompt text; None where the prompt is token ids
 
 
@@ -139,6 +141,7 @@ class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
     read: int | None = None  # number of the network read that completed it, from 1; None: equal to wire_index
     kind: Kind = "text"  # what the record is about
     choice: int = 0  # the choice's index in the reply
+    block: int = 0  # /v1/messages: the content block; /v1/responses: the output item
     chunk_index: int | None = None  # this choice's text-bearing records, from 1; None: no text
     delta_text: str = ""  # the text it adds; for tool_call, the arguments of all calls in it
     tool_calls: list[ToolCall] | None = None  # for tool_call: which calls these arguments belong to
@@ -148,9 +151,9 @@ class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
     logprob_count: int | None = None  # number of logprob entries, one a token
     usage: Usage | None = None  # as the server sent it
     finish_reason: str | None = None  # as the server sent it
-    stop_reason: int | str | None = None  # vLLM: the stop string or stop token id that ended the choice
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended the choice, where it is said
     response_id: str | None = None  # on the first record that knows it
-    raw: str | None = None  # the event as received, where parsing would lose something
+    raw: str | None = None  # the event less its blank line, where parsing would lose something
     raw_base64: bytes | None = None  # the same, where it is not UTF-8
 
 
@@ -177,7 +180,7 @@ class StreamDone(Record, frozen=True, kw_only=True, tag="stream_done"):
     reads: int  # network reads with data
     bytes: int  # body bytes received from the upstream
     sha256: str  # of those bytes, hexadecimal
-    end_marker: bool  # the endpoint's end marker was seen ([DONE])
+    end_marker: bool  # the endpoint's end marker was seen: [DONE], response.completed, message_stop
     stamps: Stamps  # when things happened
     usage: Usage | None = None  # the last one seen
     error: str | None = None  # what broke, where outcome is not "complete"

@@ -97,6 +97,7 @@ class Logbook:
         outcome: Any = "complete",
         end_marker: bool = True,
         token_ids: Sequence[list[int]] | None = None,
+        x_request_id: str | None = None,
         **parameters: Any,
     ) -> int:
         """What the proxy saw of one stream, choice 0 or a dict of choices; returns its capture number."""
@@ -110,8 +111,9 @@ class Logbook:
                 capture=number,
                 uuid=f"uuid-{number}",
                 method="POST",
-                path="/v1/chat/completions" if endpoint == "chat" else "/v1/completions",
+                path="/v1/chat/completions" if endpoint == "chat" else f"/v1/{endpoint}",
                 endpoint=endpoint,
+                x_request_id=x_request_id,
                 parameters=wanted,
             )
         )

@@ -35,12 +35,18 @@ def chat(delta: object, **choice: object) -> bytes:
             chat({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": '{"a'}}]}),
             [Part("tool_call", text='{"a', calls=[ToolCall(name="f", arguments='{"a')])],
         ),
+        (
+            chat({"function_call": {"name": "f", "arguments": "{}"}}),
+            [Part("tool_call", text="{}", calls=[ToolCall(name="f", arguments="{}")])],
+        ),
+        (chat({"refusal": "No."}), [Part("text", lossy=True)]),
         (chat({"content": "a"}, logprobs={"content": [{}, {}]}), [Part("text", text="a", logprob_count=2)]),
         (
             b'{"id":"cmpl-1","choices":[{"index":1,"text":" a","logprobs":{"tokens":["x"]},"finish_reason":"length"}]}',
             [Part("text", 1, " a", logprob_count=1, finish_reason="length")],
         ),
         (b'{"error":{"message":"boom","code":500}}', [Part("error", lossy=True)]),
+        (b'{"object":"error","message":"boom","code":400}', [Part("error", lossy=True)]),
     ],
 )
 def test_each_kind_of_event_is_told_apart(data, parts):

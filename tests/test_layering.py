@@ -19,7 +19,11 @@ ALLOWED = {
     "verifier": {"sparseety", "tokenizers", "huggingface_hub"},
 }
 # inside functions only: loaded where and when it is there
-ALLOWED_LATE = {"sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub"}, "sparseety": {"zstandard"}}
+ALLOWED_LATE = {
+    "proxy": {"brotli", "zstandard"},
+    "sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub"},
+    "sparseety": {"zstandard"},
+}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:

@@ -219,6 +219,8 @@ class ChoiceJudge:
         if self.damaged:
             return "the difference may lie in what the proxy's log lost"
         parameters = self.capture.start.parameters if self.capture.start else None
+        if self.capture.start and self.capture.start.endpoint == "responses" and parameters and parameters.stop:
+            return "the Responses API does not say which stop string ended a text"
         parser = self.engine.log.engine is not None and self.engine.log.engine.reasoning_parser is not None
         if parser or self.delivered.kinds - {"text"} or (parameters is not None and parameters.tools):
             return "a reasoning or tool-call parser lays the text into channels; such text is not judged yet"

@@ -3,6 +3,7 @@
 The join key is the id the server put into the reply, which is the id the engine was given.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ class EngineIndex:
                 self._captures[capture.response_id].append(capture)
 
     def join(self, capture: Capture) -> Join:
-        """Chat: the reply's id is the engine's. Completions: the engine adds `-<prompt>`, choice = prompt * n + child.
+        """Chat and messages: the reply's id is the engine's. Completions: the engine adds `-<prompt>`, and the choice
+        is prompt * n + child. Responses: it adds `_<turn>`; several turns are not told apart here.
 
         An id that several requests bear (clients repeat their X-Request-Id) is told apart by time, where that decides.
         """
@@ -43,11 +45,11 @@ class EngineIndex:
             return Join()
         rivals = self._captures[response_id]
         found: dict[int, list[EngineRequest]] = defaultdict(list)
-        for prompt, n, external_id in self._engine_ids(capture, response_id):
+        for first, external_id in self._engine_ids(capture, response_id):
             for request in self._by_id.get(external_id, ()):
                 assert request.added is not None
                 self._taken.add(id(request))
-                found[prompt * n + request.added.child].append(request)
+                found[first + request.added.child].append(request)
         if all(len(requests) == 1 for requests in found.values()) and len(rivals) == 1:
             return Join(found)
         for choice, requests in found.items():
@@ -55,17 +57,22 @@ class EngineIndex:
         claims = sum(any(_within(r, rival) for requests in found.values() for r in requests) for rival in rivals)
         return Join({choice: requests for choice, requests in found.items() if requests}, max(1, claims))
 
-    def _engine_ids(self, capture: Capture, response_id: str) -> Iterator[tuple[int, int, str]]:
-        """(prompt, n, external id) of each prompt of a request."""
+    def _engine_ids(self, capture: Capture, response_id: str) -> Iterator[tuple[int, str]]:
+        """(its first choice, external id) of each prompt or turn of a request."""
         parameters = capture.start.parameters if capture.start else None
-        n = max(1, parameters.n) if parameters else 1
-        if not response_id.startswith("cmpl-"):
-            yield 0, n, response_id
+        if response_id.startswith("cmpl-"):
+            separator, choices = "-", max(1, parameters.n) if parameters else 1
+        elif response_id.startswith("resp_"):
+            separator, choices = "_", 0
+        else:
+            yield 0, response_id
             return
-        prompt = 0  # not as many as were asked for: that number may be anything
-        while f"{response_id}-{prompt}" in self._by_id:
-            yield prompt, n, f"{response_id}-{prompt}"
-            prompt += 1
+        # As many as the engine knows, not as many as were asked for: that number may be anything.
+        for number in itertools.count():
+            external_id = f"{response_id}{separator}{number}"
+            if external_id not in self._by_id:
+                return
+            yield number * choices, external_id
 
     def untaken(self) -> Iterator[EngineRequest]:
         """Engine requests that no reply has asked for so far."""
@@ -81,7 +88,9 @@ def _within(request: EngineRequest, capture: Capture) -> bool:
 
 
 def reply_id(external_id: str) -> tuple[Endpoint, str]:
-    """(endpoint, id in the reply) of an engine's external id: completions add `-<prompt>` to it."""
+    """(endpoint, id in the reply) of an engine's external id, as the join has it; messages count as chat."""
     if external_id.startswith("cmpl-"):
         return "completions", external_id.rpartition("-")[0]
+    if external_id.startswith("resp_"):
+        return "responses", external_id.rpartition("_")[0]
     return "chat", external_id

@@ -80,7 +80,7 @@ def _not_judged(capture: Capture) -> tuple[Verdict, Finding] | None:
 
     start, ending = capture.start, capture.done or capture.response
     if start is not None and start.endpoint is None:
-        return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; only chat and completions are judged")
+        return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; not an endpoint whose text is judged")
     if ending is None:
         if damage := _damage(capture):
             return Verdict.INCOMPLETE, damage[0]
@@ -152,7 +152,7 @@ def _unfinished(capture: Capture, ending: StreamDone | Response) -> list[Finding
     finished = sum(bool(delivered.finish_reason) for delivered in capture.choices.values())
     what = []
     if isinstance(ending, StreamDone) and not ending.end_marker:
-        what.append("without [DONE]")
+        what.append("without its end marker")
     if finished < expected:
         what.append(
             f"with {finished} finish_reasons for {expected} choices" if expected > 1 else "without a finish_reason"
@@ -171,7 +171,7 @@ def _no_join(capture: Capture, choice: int, candidates: int, claims: int, engine
 
     if candidates:
         who = f"{candidates} engine requests bear" if candidates > 1 else f"{claims} replies bear"
-        detail = f"{who} this id (a repeated X-Request-Id?), and time does not tell which is meant"
+        detail = f"{who} this id (a repeated X-Request-Id, several turns?), and time does not tell which is meant"
         return finding("JOIN_AMBIGUOUS", "protocol", Severity.UNKNOWN, detail)
     if not engine_logs:
         return finding("UNVERIFIABLE", "ids", Severity.UNKNOWN, "there is no engine log")

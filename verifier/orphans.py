@@ -19,10 +19,11 @@ class _LeftUnnamed:
             start, ending = capture.start, capture.done or capture.response
             if start is None or start.endpoint is None or ending is None or capture.response_id is not None:
                 continue
-            if ending.outcome == "client_gone" and start.x_request_id:
-                self._by_name[start.endpoint, start.x_request_id] += 1
+            endpoint: Endpoint = "chat" if start.endpoint == "messages" else start.endpoint  # the ids are of one kind
+            if ending.outcome == "client_gone" and start.x_request_id and endpoint != "responses":  # those are random
+                self._by_name[endpoint, start.x_request_id] += 1
             elif ending.outcome == "client_gone":
-                self._anonymous[start.endpoint] += 1
+                self._anonymous[endpoint] += 1
 
     def account_for(self, endpoint: Endpoint, request_id: str) -> bool:
         name = request_id.partition("-")[2]
