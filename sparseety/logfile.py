@@ -113,6 +113,11 @@ class LogWriter:
         """The writing thread lives, and the disk took what was last given to it."""
         return self._thread.is_alive() and not self._failing
 
+    @property
+    def fill(self) -> float:
+        """Share of the queue in use, 0..1."""
+        return self._queued_bytes / self._max_queue_bytes
+
     def put(self, record: AnyRecord) -> bool:
         """Queue a record. False: it was lost, which is counted and will be said in the file."""
         try:
