@@ -28,6 +28,7 @@ _Url = Annotated[str, BeforeValidator(values.read_url)]
 _Switch = Annotated[bool, BeforeValidator(values.read_switch)]
 _Count = Annotated[int, BeforeValidator(values.read_count)]
 _Seconds = Annotated[float, BeforeValidator(values.read_seconds)]
+_SomeSeconds = Annotated[float, BeforeValidator(values.read_some_seconds)]
 _Limit = Annotated[float | None, BeforeValidator(values.read_limit)]
 _Bytes = Annotated[int, BeforeValidator(values.read_bytes)]
 
@@ -63,7 +64,7 @@ class ProxyConfig(BaseModel):
         False, None, "state in the log that all requests of the upstream pass through this proxy"
     )
 
-    timeout_connect: _Limit = _setting(5.0, "TIME", "for a connection to the upstream")
+    timeout_connect: _SomeSeconds = _setting(5.0, "TIME", "for a connection to the upstream")
     timeout_write: _Limit = _setting(30.0, "TIME", "without the upstream taking a byte of a request")
     timeout_first_byte: _Limit = _setting(None, "TIME", "from the request to the head of its reply")
     timeout_idle: _Limit = _setting(None, "TIME", "between two reads of a reply")
@@ -73,14 +74,14 @@ class ProxyConfig(BaseModel):
     log_dir: Path = _setting(Path("logs"), "FOLDER", "where the capture log is written")
     capture: _Switch = _setting(True, None, "record what passes; --no-capture: relay only")
     log_segment_bytes: _Bytes = _setting(256 << 20, "SIZE", "of a log file, after which a new one begins")
-    log_segment_seconds: _Seconds = _setting(900.0, "TIME", "of a log file, after which a new one begins")
+    log_segment_seconds: _SomeSeconds = _setting(900.0, "TIME", "of a log file, after which a new one begins")
     log_total_bytes: _Bytes = _setting(20 << 30, "SIZE", "of all log files; the oldest closed ones go first")
     log_min_free_bytes: _Bytes = _setting(5 << 30, "SIZE", "left free on the disk: below it nothing is recorded")
     log_compress: _Switch = _setting(True, None, "compress closed log files, where zstandard is installed")
     capture_body_bytes: _Bytes = _setting(32 << 20, "SIZE", "of a body that is copied; what is relayed has no limit")
     capture_event_bytes: _Bytes = _setting(1 << 20, "SIZE", "of one stream event that is read")
     protect: _Switch = _setting(True, None, "pause the capture while its own cost delays the relay")
-    protect_lag: _Seconds = _setting(0.02, "TIME", "a delay by the capture that is too much")
+    protect_lag: _SomeSeconds = _setting(0.02, "TIME", "a delay by the capture that is too much")
     protect_after: _Seconds = _setting(30.0, "TIME", "how long it may last before the capture pauses")
 
     # The settings of other parts, by the names of those parts' own parameters.

@@ -86,14 +86,17 @@ def read_seconds(value: Any) -> float:
     return seconds
 
 
-def read_limit(value: Any) -> float | None:
-    """A duration, or none: without limit."""
-    if value is None or value == "none":
-        return None
+def read_some_seconds(value: Any) -> float:
+    """A duration that is not nothing."""
     seconds = read_seconds(value)
     if not seconds:
-        raise ValueError("leaves no time at all; to set no limit give none")
+        raise ValueError("leaves no time at all; example: 5s")
     return seconds
+
+
+def read_limit(value: Any) -> float | None:
+    """A duration, or none: without limit."""
+    return None if value is None or value == "none" else read_some_seconds(value)
 
 
 def read_bytes(value: Any) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 
 import msgspec
@@ -46,7 +47,17 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def build_upstream(config: ProxyConfig) -> Upstream:
-    return Upstream(config.upstream)
+    """Raises SparseetyError: the file of certificates cannot be used."""
+    context = None
+    if config.upstream_ca:
+        try:
+            context = ssl.create_default_context(cafile=config.upstream_ca)
+        except (OSError, ssl.SSLError) as error:
+            reason = error.strerror if type(error) is not ssl.SSLError else None
+            raise SparseetyError(
+                f"{config.upstream_ca}: {reason or 'holds no certificates'}; --upstream-ca names a PEM file"
+            ) from None
+    return Upstream(config.upstream, ssl_context=context)
 
 
 def build_writer(config: ProxyConfig, clock: Clock) -> LogWriter | None:

@@ -1,10 +1,12 @@
 """The commands as a user starts and stops them."""
 
 import contextlib
+import http.server
 import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -146,6 +148,14 @@ def test_the_proxy_starts_without_its_upstream_and_says_so(tmp_path):
         (["--upstream", "vllm:8000"], 'error: --upstream="vllm:8000" is not a URL; example: http://vllm:8000\n'),
         (["--log-dir", "/proc/none"], "error: cannot write logs in /proc/none/: "),
         (["--log-dir", "/proc/none", "--workers", "2"], "error: cannot write logs in /proc/none/: "),
+        (
+            ["--upstream", "https://a", "--upstream-ca", "none.pem"],
+            "error: none.pem: No such file or directory; --upstream-ca names a PEM file\n",
+        ),
+        (
+            ["--upstream", "https://a", "--upstream-ca", __file__],
+            f"error: {__file__}: holds no certificates; --upstream-ca names a PEM file\n",
+        ),
     ],
 )
 def test_what_keeps_the_proxy_from_starting_is_said_without_a_traceback(flags, message):
@@ -228,6 +238,27 @@ def test_a_server_that_says_odd_things_of_itself_cannot_write_on_the_terminal(tm
         with started(tmp_path, upstream.url) as (process, banner, _):
             assert f"  upstream   {upstream.url}   up, 2 models: a?[2Jb, None\n" in banner
             stop(process)
+
+
+TLS = ROOT / "tests" / "data" / "upstream-tls"
+
+
+def test_an_upstream_with_a_certificate_of_its_own_is_used_with_that_and_refused_without(tmp_path):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    with server, context.wrap_socket(server.socket, server_side=True) as server.socket:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"https://127.0.0.1:{server.server_port}"
+            for flags, words in (((), "not usable yet"), (("--upstream-ca", str(TLS / "cert.pem")), "up")):
+                with started(tmp_path, url, *flags) as (process, banner, _):
+                    assert any(line.startswith(f"  upstream   {url}   {words}") for line in banner), banner
+                    stop(process)
+        finally:
+            server.shutdown()
+            thread.join(WAIT)
 
 
 def test_while_it_drains_it_is_not_ready_and_still_serves_until_the_delay_is_over(tmp_path):
