@@ -1,12 +1,13 @@
 """Settings: where they come from, how they are written, what is said of those that cannot be used."""
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
 from proxy import values
-from proxy.config import PREFIX, ProxyConfig, load_config, read_config, show_config
+from proxy.config import PREFIX, ProxyConfig, load_config, read_config, show_config, show_value
 from proxy.values import Address
 from sparseety.errors import SparseetyError
 
@@ -173,3 +174,10 @@ def test_what_config_show_prints_can_be_written_into_the_file(folder, name, caps
 
 def test_no_setting_has_a_name_that_kubernetes_would_set():
     assert not [name for name in ProxyConfig.model_fields if name.endswith(("_port", "_host")) or "_port_" in name]
+
+
+def test_the_operations_page_lists_every_setting_with_its_default():
+    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", page.partition("| setting |")[2].partition("\n\n")[0], re.M)
+    fields = ProxyConfig.model_fields
+    assert rows == [(name, show_value(name, field.default), field.description) for name, field in fields.items()]

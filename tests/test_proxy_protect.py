@@ -1,5 +1,6 @@
 """The capture pauses while its own cost delays the relay, and resumes by itself."""
 
+import os
 import threading
 import time
 
@@ -212,3 +213,27 @@ def test_with_protection_off_a_slow_capture_goes_on(tmp_path, slow):
     found = records(proxy.log_dir)
     assert not any(isinstance(record, Gap) for record in found)
     assert sum(isinstance(record, StreamDone) for record in found) == 10
+
+
+def test_a_disk_that_hangs_keeps_neither_a_client_waiting_nor_the_proxy_from_ending(tmp_path, slow, monkeypatch):
+    slow.clear()
+    monkeypatch.setattr("proxy.worker.LOG_CLOSING_SECONDS", 0.3)
+    written, hanging, free = os.pwrite, threading.Event(), threading.Event()
+
+    def pwrite(*args):
+        hanging.set()
+        free.wait(WAIT)
+        return written(*args)
+
+    with running_upstream(*SHORT) as upstream:
+        with running_proxy(tmp_path, upstream.url) as proxy:
+            monkeypatch.setattr(os, "pwrite", pwrite)
+            ask(proxy, b"first")
+            assert hanging.wait(WAIT)
+            ask(proxy, b"second")
+        assert proxy.summary.log_closed is False
+        free.set()
+        for thread in threading.enumerate():
+            if thread.name == "sparseety-log-close":
+                thread.join(WAIT)
+    assert sum(isinstance(record, StreamDone) for record in records(proxy.log_dir)) == 2

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from proxy.metrics import Counters, Report, overview_of
+from proxy.metrics import Counters, ProxyMetrics, Report, overview_of
 from sparseety.logfile import find_logs, read_log
 from sparseety.records import LogClose, RequestStart, StreamDone
 from tests.raw_upstream import (
@@ -248,3 +249,12 @@ def test_of_a_worker_that_has_ended_the_sums_stay_and_the_present_does_not(gauge
     assert getattr(overview.counters, gauge) == 1
     assert overview.troubles() == ["1 of 2 workers are down"]
     assert living.counters.chunks == 1  # adding up changes nothing
+
+
+def test_the_operations_page_lists_every_metric_and_each_is_there_from_the_first_scrape():
+    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    listed = re.findall(r"^\| `(sparseety_\w+)` \|", page, re.MULTILINE)
+    registry = CollectorRegistry()
+    ProxyMetrics(registry, lambda: overview_of([Report(Counters())]))
+    samples = [sample.name for family in registry.collect() for sample in family.samples]
+    assert sorted(listed) == sorted(set(samples))
