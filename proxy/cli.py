@@ -14,6 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 import sparseety
+from proxy.capture import ENDPOINTS
 from proxy.config import Loaded, load_config
 from proxy.service import Service
 from proxy.upstream import Upstream
@@ -100,7 +101,7 @@ def _capture(service: Service, loaded: Loaded) -> str:
         return "off"
     where = service.writer.path if service.writer else f"{loaded.config.log_dir}/ (a file for each worker)"
     return (
-        f"{where}   REPLY TEXT (content!), all requests to /v1/chat/completions and /v1/completions;"
+        f"{where}   REPLY TEXT (content!), all requests to {', '.join(ENDPOINTS)};"
         f" bodies up to {show_bytes(loaded.config.capture_body_bytes)}"
     )
 

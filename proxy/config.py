@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import PydanticBaseSettingsSource
 
@@ -83,6 +83,11 @@ class ProxyConfig(BaseModel):
     protect: _Switch = _setting(True, None, "pause the capture while its own cost delays the relay")
     protect_lag: _SomeSeconds = _setting(0.02, "TIME", "a delay by the capture that is too much")
     protect_after: _Seconds = _setting(30.0, "TIME", "how long it may last before the capture pauses")
+
+    @field_validator("admin_token")
+    @classmethod
+    def _without_newline(cls, token: SecretStr | None) -> SecretStr | None:
+        return token and SecretStr(values.read_secret(token.get_secret_value()))
 
     # The settings of other parts, by the names of those parts' own parameters.
 

@@ -39,9 +39,9 @@ class Service:
         self.draining = False
         with contextlib.ExitStack() as undo:
             fronts = listen_all(config.listen, "--listen", config.workers)
-            self._admin_socket = listen(config.admin, "--admin")
-            for opened in (*fronts, self._admin_socket):
+            for opened in fronts:
                 undo.callback(opened.close)
+            self._admin_socket = undo.enter_context(listen(config.admin, "--admin"))
             self._relaying: Relaying
             if config.workers == 1:
                 worker = Worker(config, fronts[0], clock=clock)

@@ -61,6 +61,13 @@ def read_url(value: Any) -> str:
     return f"{url.scheme}://{url.netloc}"
 
 
+def read_secret(value: Any) -> str:
+    secret = str(value).strip()  # a file that it was read from ends in a newline
+    if not secret:
+        raise ValueError("is empty")
+    return secret
+
+
 def read_switch(value: Any) -> bool:
     if isinstance(value, bool):
         return value

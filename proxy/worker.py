@@ -9,7 +9,7 @@ import threading
 import msgspec
 
 from proxy.app import ProxyApp
-from proxy.capture import Limits
+from proxy.capture import ENDPOINTS, Limits
 from proxy.config import ProxyConfig
 from proxy.metrics import Counters, LiveStream, Overview, Report, overview_of
 from proxy.protect import Guard, Thresholds, watch
@@ -64,7 +64,7 @@ def build_writer(config: ProxyConfig, clock: Clock) -> LogWriter | None:
     """None: nothing is captured. Raises SparseetyError: the folder cannot be written."""
     if not config.capture:
         return None
-    scope = Scope(endpoints=["chat", "completions"], upstream=config.upstream, exclusive=config.exclusive)
+    scope = Scope(endpoints=sorted(set(ENDPOINTS.values())), upstream=config.upstream, exclusive=config.exclusive)
     try:
         return LogWriter(config.log_dir, "proxy", scope, clock=clock)
     except SparseetyError as error:

@@ -31,7 +31,6 @@ ASK_SECONDS = 1.0  # how long a scrape waits for a worker that is busy or stuck
 SILENT_SECONDS = 10.0  # a worker that says nothing for so long hangs
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # before a worker that died is replaced; doubled each time
 LASTING_SECONDS = 60.0  # a worker that lived so long starts the delays anew
-LARGEST_FRAME = 64 << 20
 
 # ----------------------------------------------------------------------------------------------------- messages
 
@@ -202,44 +201,25 @@ class Fleet:
         delay = FIRST_DELAY
         while not self._stopping.is_set():
             begun = time.monotonic()
-            code, pid = await self._live(slot)
+            how = await self._live(slot)
             if self._stopping.is_set():
                 return
-            how = slot.refused or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
             if not self._all_listen.is_set():
-                raise SparseetyError(slot.refused or f"worker {slot.number} could not start ({how}); see above")
+                raise SparseetyError(slot.refused or f"worker {slot.number} could not start: {how}")
             if time.monotonic() - begun > LASTING_SECONDS:
                 delay = FIRST_DELAY
-            log.error(
-                "worker %d (pid %d) has died (%s); its requests are broken off; another starts in %g s",
-                slot.number,
-                pid,
-                how,
-                delay,
-            )
+            log.error("worker %d %s; its requests are broken off; another starts in %g s", slot.number, how, delay)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
             delay = min(LONGEST_DELAY, 2 * delay)
             self._restarts += 1
 
-    async def _live(self, slot: _Slot) -> tuple[int, int]:
-        """One worker's life; returns its exit code and its pid."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptors = (theirs.fileno(), slot.socket.fileno())
-            slot.refused = slot.summary = None
-            # -P: the folder it is started in may hold modules of the same names. The path is this process's own.
-            slot.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "proxy.workers",
-                *map(str, descriptors),
-                pass_fds=descriptors,
-                stdin=asyncio.subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        reader, slot.writer = await asyncio.open_connection(sock=ours)
+    async def _live(self, slot: _Slot) -> str:
+        """One worker's life; returns how it ended, for people."""
+        try:
+            slot.process, reader, slot.writer = await self._start(slot)
+        except OSError as error:  # no memory, no processes, no descriptors: perhaps later
+            return f"could not be started ({error.strerror})"
         slot.send(Setup(self._config.model_dump_json(exclude={"admin_token"})))
         if self._stopping.is_set():
             slot.send(Stop())
@@ -247,7 +227,29 @@ class Fleet:
             self._news(slot, _decode_news(frame))
         code = await slot.process.wait()
         self._bury(slot)
-        return code, slot.process.pid
+        how = slot.refused or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+        return f"(pid {slot.process.pid}) has died ({how})"
+
+    async def _start(
+        self, slot: _Slot
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        slot.refused = slot.summary = None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptors = (theirs.fileno(), slot.socket.fileno())
+            try:
+                # -P: the folder it is started in may hold modules of the same names. The path is this process's own.
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "proxy.workers", *map(str, descriptors)),
+                    pass_fds=descriptors,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            except OSError:
+                ours.close()
+                raise
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return process, reader, writer
 
     def _news(self, slot: _Slot, news: News) -> None:
         match news:

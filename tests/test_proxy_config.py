@@ -124,6 +124,7 @@ def test_a_file_that_was_asked_for_and_is_not_there_is_an_error():
         (["--log-total-bytes", "20 GB/s"], {}, '--log-total-bytes="20 GB/s" is not a size'),
         ([], {"EXCLUSIVE": "maybe"}, 'SPARSEETY_PROXY_EXCLUSIVE="maybe" is neither true nor false'),
         (["--admin", "0.0.0.0:1", "--allow-remote"], {}, "set SPARSEETY_PROXY_ADMIN_TOKEN"),
+        ([], {"ADMIN_TOKEN": " "}, "SPARSEETY_PROXY_ADMIN_TOKEN is empty"),
         (["--admin", "0.0.0.0:1"], {"ADMIN_TOKEN": "x"}, "add --allow-remote if that is meant"),
         (["--upstream-ca", "x.pem"], {}, "--upstream-ca: certificates, but the upstream http://127.0.0.1:8000 is not"),
     ],
@@ -137,7 +138,7 @@ def test_a_setting_that_cannot_be_used_is_named_with_the_way_out(argv, environ, 
 
 
 def test_the_admin_port_may_be_reached_from_elsewhere_with_a_token(monkeypatch):
-    monkeypatch.setenv("SPARSEETY_PROXY_ADMIN_TOKEN", "secret")
+    monkeypatch.setenv("SPARSEETY_PROXY_ADMIN_TOKEN", "secret\n")
     config = read_config(["--admin", "0.0.0.0:9001", "--allow-remote"])
     assert config.admin_token == SecretStr("secret")
     assert "secret" not in repr(config)
