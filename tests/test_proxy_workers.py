@@ -31,6 +31,7 @@ from tests.raw_upstream import (
 from tests.test_proxy_cli import BANNER, admin_port, get, started, stop
 
 SUM = "sparseety_proxy_requests_total"
+ALIVE = "sparseety_proxy_workers_alive"
 
 
 def total(admin: int, name: str = SUM) -> int:
@@ -80,7 +81,7 @@ def test_a_thousand_requests_over_four_workers_are_a_thousand_in_each_of_twenty_
             done.result()
         until(lambda: total(admin) == 1000, "a request is not counted")  # each is, a moment after its last byte
         assert [total(admin) for _ in range(20)] == [1000] * 20
-        assert total(admin, "sparseety_proxy_workers_alive") == 4
+        assert total(admin, ALIVE) == 4
         last = stop(process)
     assert process.returncode == 0
     logs = log_of_each_worker(tmp_path / "logs")
@@ -110,13 +111,44 @@ def test_a_worker_that_is_killed_is_replaced_and_the_sums_keep_what_it_had_count
         exchange(port, 20)  # those that come to the dead worker's socket wait there for its successor
         until(lambda: total(admin) == 60, "a request is not counted")
         seen = []
-        until(lambda: seen.append(total(admin)) or total(admin, "sparseety_proxy_workers_alive") == 2, "no replacement")
+        until(lambda: seen.append(total(admin)) or total(admin, ALIVE) == 2, "no replacement")
         assert set(seen) == {60}
         assert total(admin, "sparseety_proxy_worker_restarts_total") == 1
         assert get(admin, "/readyz") == (200, b'{"ready":true,"reasons":[]}')
         assert "Stopped. 60 requests, 0 of them broken off" in stop(process)
     assert process.returncode == 0
     assert len(log_of_each_worker(tmp_path / "logs")) == 3
+
+
+def test_no_scrape_is_lower_than_the_one_before_while_workers_are_killed_under_load(tmp_path):
+    stopped = threading.Event()
+
+    def load(port: int) -> None:
+        while not stopped.is_set():
+            with contextlib.suppress(OSError, AssertionError):  # what a killed worker had open is broken off
+                exchange(port)
+
+    with (
+        running_upstream(reply(b"{}")) as upstream,
+        started(tmp_path, upstream.url, "--workers", "2") as (process, banner, port),
+        concurrent.futures.ThreadPoolExecutor(3) as pool,
+    ):
+        admin = admin_port(banner)
+        for _ in range(3):
+            pool.submit(load, port)
+        try:
+            seen = [total(admin) for _ in range(5)]
+            for victim in log_of_each_worker(tmp_path / "logs"):
+                os.kill(victim, signal.SIGKILL)
+                seen += [total(admin) for _ in range(10)]
+            until(lambda: total(admin, "sparseety_proxy_worker_restarts_total") == 2, "no replacement")
+            until(lambda: total(admin, ALIVE) == 2, "no replacement")
+            seen += [total(admin) for _ in range(5)]
+        finally:
+            stopped.set()
+        assert seen == sorted(seen)
+        assert seen[-1] > seen[0]
+        stop(process)
 
 
 def test_streams_at_all_workers_are_listed_and_finished_before_the_parent_stops(tmp_path):
