@@ -38,10 +38,12 @@ async def _nothing() -> AsyncIterator[bytes]:
 class Upstream:
     """Sends requests to one server and returns replies whose body is still on its way."""
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, url: str, transport: httpx.AsyncBaseTransport | None = None, ssl_context: ssl.SSLContext | None = None
+    ) -> None:
         self._url = httpx.URL(url)
         # The system's certificates, for they include an operator's own; none are loaded for plain http.
-        verify = ssl.create_default_context() if self._url.scheme == "https" else False
+        verify = (ssl_context or ssl.create_default_context()) if self._url.scheme == "https" else False
         self._transport = transport or httpx.AsyncHTTPTransport(
             verify=verify, retries=0, limits=_LIMITS, trust_env=False
         )

@@ -186,22 +186,24 @@ class LogWriter:
                 with self._lock:
                     self._queued_bytes -= size
 
-    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+    def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
         """Write the rest and the closing record. Called twice, it does nothing the second time.
 
-        Waits no longer than so many seconds for a disk that does not answer; then the rest is lost.
+        Waits no longer than so many seconds for a disk that does not answer; then the rest is lost. False: so it was.
         """
         with self._lock:
             if self._closed:
-                return
+                return not self._thread.is_alive()
             self._closed = True
         self._stop.set()
         self._tidier.close(seconds)
         self._thread.join(seconds)
-        if self._thread.is_alive():
-            with self._lock:
-                self.lost += len(self._lines)
-            log.error("the disk under %s does not answer; the last records are lost", self.path)
+        if not self._thread.is_alive():
+            return True
+        with self._lock:
+            self.lost += len(self._lines)
+        log.error("the disk under %s does not answer; the last records are lost", self.path)
+        return False
 
     # ----------------------------------------------------------------------------------------- the writing thread
 

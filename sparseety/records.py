@@ -200,7 +200,7 @@ class ReplyChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Response(Record, frozen=True, kw_only=True, tag="response"):
-    """A reply that was no event stream, or a request that got none."""
+    """A reply that was no event stream or was not read (see `unread`), or a request that got none."""
 
     capture: int  # the request, as in request_start
     outcome: Outcome  # how it ended

@@ -14,7 +14,18 @@ STDLIB = set(sys.stdlib_module_names)
 # folder -> what its modules may import besides the standard library and themselves
 ALLOWED = {
     "sparseety": {"msgspec"},
-    "proxy": {"sparseety", "fastapi", "uvicorn", "httpx", "httptools", "uvloop", "prometheus_client", "msgspec"},
+    "proxy": {
+        "sparseety",
+        "fastapi",
+        "httptools",
+        "httpx",
+        "msgspec",
+        "prometheus_client",
+        "pydantic",
+        "pydantic_settings",
+        "uvicorn",
+        "uvloop",
+    },
     "sampler_hook": {"sparseety", "msgspec"},
     "verifier": {"sparseety", "tokenizers", "huggingface_hub"},
 }

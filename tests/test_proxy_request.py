@@ -1,6 +1,5 @@
-"""Request bodies, headers and settings: the pure parts around the relay."""
+"""Request bodies and headers: the pure parts around the relay."""
 
-from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -8,10 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.config import Address, ProxyConfig, read_config
 from proxy.headers import content_coding, end_to_end, for_upstream, is_event_stream
 from proxy.request import read_parameters
-from sparseety.errors import SparseetyError
 from sparseety.records import Endpoint, RequestParameters
 
 
@@ -164,34 +161,3 @@ def test_a_media_type_is_read_without_its_parameters_and_a_coding_without_identi
     assert not is_event_stream([(b"content-type", b"text/event-streams")])
     assert content_coding([(b"content-encoding", b"identity")]) is None
     assert content_coding([(b"content-encoding", b"gzip"), (b"content-encoding", b"br")]) == "gzip, br"
-
-
-def test_a_flag_goes_before_the_environment_and_that_before_the_default():
-    environ = {"SPARSEETY_PROXY_UPSTREAM": "http://a:1", "SPARSEETY_PROXY_LOG_DIR": "/x", "SPARSEETY_PROXY_ADMIN": ""}
-    assert read_config(["--upstream", "https://b/", "--listen", "[::1]:0"], environ) == ProxyConfig(
-        listen=Address("::1", 0), upstream="https://b", log_dir=Path("/x")
-    )
-    assert read_config([], {"SPARSEETY_PROXY_EXCLUSIVE": "yes"}).exclusive
-
-
-@pytest.mark.parametrize(
-    ("argv", "environ", "message"),
-    [
-        (
-            [],
-            {"SPARSEETY_PROXY_UPSTREAM": "vllm:8000"},
-            'SPARSEETY_PROXY_UPSTREAM="vllm:8000" is not a URL; example: http://vllm:8000',
-        ),
-        (["--upstream", "http://[x"], {}, '--upstream="http://[x" is not a URL; example: http://vllm:8000'),
-        (["--upstream", "http://a:b@c"], {}, "holds credentials"),
-        (["--upstream", "http://a/v1"], {}, "has a path"),
-        (["--listen", "9000"], {}, '--listen="9000" is not HOST:PORT; example: 127.0.0.1:9000'),
-        (["--listen", "0.0.0.0:9000"], {}, "add --allow-remote"),
-        (["--drain-seconds", "nan"], {}, "is not a number of seconds"),
-        ([], {"SPARSEETY_PROXY_EXCLUSIVE": "maybe"}, "is neither true nor false"),
-    ],
-)
-def test_a_setting_that_cannot_be_used_is_named_with_the_way_out(argv, environ, message):
-    with pytest.raises(SparseetyError) as raised:
-        read_config(argv, environ)
-    assert message in str(raised.value)
