@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from proxy.admin import build_admin
 from proxy.app import ProxyApp
 from proxy.config import Address, ProxyConfig
+from proxy.front import FrontProtocol, watch_peers
 from proxy.metrics import Counters, ProxyMetrics
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
@@ -117,7 +118,7 @@ def _server(app: object, lifespan: str) -> _Server:
     return _Server(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
-            http="httptools",
+            http=FrontProtocol,
             ws="none",
             lifespan=lifespan,  # type: ignore[arg-type]
             interface="asgi3",
@@ -152,6 +153,7 @@ def _listen(address: Address, flag: str) -> socket.socket:
             reason = os.strerror(error.errno)  # the error's own words repeat the address
         raise SparseetyError(f"cannot listen on {address}: {reason}; choose another with {flag}") from None
     opened.setblocking(False)
+    watch_peers(opened)
     return opened
 
 
