@@ -79,8 +79,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     # ------------------------------------------------------------------------------------------- the connection
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_request()
 
