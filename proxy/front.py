@@ -68,6 +68,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.app = self.config.app  # without the wrapping by which uvicorn logs whole messages
         self._in_head = self._in_body = False  # of a request that is arriving
         self._overhead = 0  # bytes received since the last byte of a body, or since the request began
         self._ignore_upgrade = False  # the request asks for another protocol and gets its answer in this one

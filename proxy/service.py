@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from proxy.admin import build_admin
 from proxy.app import ProxyApp
 from proxy.config import Address, ProxyConfig
 from proxy.front import FrontProtocol, watch_peers
+from proxy.logs import keep_contents_out
 from proxy.metrics import Counters, ProxyMetrics
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
@@ -80,7 +80,7 @@ class Service:
         on_drain: Callable[[int], None] = lambda open_requests: None,
     ) -> Summary:
         """Serve until `stop`, let open requests end, close the log. `hurry` breaks off those that are open then."""
-        _quiet_uvicorn()
+        keep_contents_out()
         # The admin port outlives the other, to say that the proxy drains. Only one of them runs the lifespan.
         front = _server(self._app, "on")
         admin = _server(self._admin_app, "off")
@@ -155,12 +155,3 @@ def _listen(address: Address, flag: str) -> socket.socket:
     opened.setblocking(False)
     watch_peers(opened)
     return opened
-
-
-def _quiet_uvicorn() -> None:
-    """Drop the one line that uvicorn logs for each reply that is broken off: it is done on purpose, and recorded."""
-    logging.getLogger("uvicorn.error").addFilter(_expected)
-
-
-def _expected(record: logging.LogRecord) -> bool:
-    return record.msg != "ASGI callable returned without completing response."
