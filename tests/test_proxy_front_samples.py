@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,51 @@ def test_real_replies_arrive_byte_for_byte_wherever_the_network_cuts_them(tmp_pa
     assert [(end.outcome, end.bytes, end.sha256) for end in ends] == [
         ("complete", size, digest) for size, digest in zip(sizes, sums, strict=True)
     ]
+    upstream.listener.close()
+
+
+_EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}'
+_GZIP = zlib.compressobj(wbits=31)
+
+# Each part is one read; it must leave before the next one is there. None waits for the end of a line, an event, a
+# character, a compressed block or a clump of events.
+READS = {
+    "A2-01 no space": [_EVENT.replace(b" ", b"") % b"hi" + b"\n\ndata:[DONE]\n\n"],
+    "A2-01 two spaces": [b"data:  x\n\n"],
+    "A2-01 CRLF, cut inside": [
+        _EVENT % b"h" + b"\r",
+        b"\n\r",
+        b"\n" + _EVENT % b"i" + b"\r\n\r\n",
+        b"data: [DONE]\r\n\r\n",
+    ],
+    "A2-01 lone CR": [_EVENT % b"h" + b"\r\r" + _EVENT % b"i" + b"\r\r", b"data: [DONE]\r\r"],
+    "A2-01 several events": [b"\n\n".join([_EVENT % b"h", _EVENT % b"i", b"data: [DONE]", b""])],
+    "A2-06 cut inside characters": [b"data: \xe4\xb8", b"\xad\xe6", b"\x96", b"\x87\n\n"],
+    "A2-10 gzip, by flush": [_GZIP.compress(b"data: 1\n\n") + _GZIP.flush(zlib.Z_SYNC_FLUSH) for _ in range(3)],
+    "A3-03 forty events": [_EVENT % b"%d" % number + b"\n\n" for number in range(40)],
+    "comments and blank lines": [b": ping\n\n", b"\n", b"\r\n\r\n", b"event: x\nid: 1\nretry: 5\n\n"],
+    "no event at all": [b"\x00\xff\xfe", b"data", b"\xef\xbb\xbfdata: x\n\n"],
+}
+
+
+def test_each_read_goes_on_before_the_next_whatever_it_ends_in(tmp_path):
+    upstream = LockStepUpstream()
+    with running_process(tmp_path / "logs", upstream.url) as port, RawClient(port) as client:
+        for name, parts in READS.items():
+            coding = [b"content-encoding: gzip"] if "gzip" in name else []
+            client.send(post(b"{}", b"accept-encoding: gzip"))
+            connection, done = upstream.waiting.get(timeout=WAIT)
+            connection.sendall(chunked(EVENT_STREAM, *coding))
+            head = client.read_until(b"\r\n\r\n")
+            assert (b"\r\ncontent-encoding: gzip\r\n" in head) == bool(coding)
+            for part in parts:
+                connection.sendall(chunk(part))
+                assert client.read_chunk() == part, name
+            connection.sendall(LAST_CHUNK)
+            assert client.read_chunk() == b"", name
+            done.set()
+    ends = [record for record in records(tmp_path / "logs") if isinstance(record, StreamDone)]
+    assert [end.reads for end in ends] == [len(parts) for parts in READS.values()]
     upstream.listener.close()
 
 
