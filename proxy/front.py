@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.front_reply import ReplyCycle
-from proxy.refusal import Refusal
+from proxy.refusal import INTERNAL, Refusal
 
 log = logging.getLogger("sparseety.proxy")
 
@@ -166,9 +166,11 @@ class FrontProtocol(HttpToolsProtocol):
         """No reply is due."""
         return self._active is None or self._active.response_complete
 
-    def _start_asgi_task(self, cycle: ReplyCycle, app: Any) -> None:  # type: ignore[override]
+    def _start(self, cycle: ReplyCycle) -> None:
         self._active = cycle
-        super()._start_asgi_task(cycle, app)
+        task = self.loop.create_task(cycle.run_asgi(self.app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer:
@@ -208,7 +210,7 @@ class FrontProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self.cycle = self._new_cycle()
         if self._idle:
-            self._start_asgi_task(self.cycle, self.app)
+            self._start(self.cycle)
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
@@ -239,7 +241,7 @@ class FrontProtocol(HttpToolsProtocol):
         path, _, query = self.url.partition(b"?")
         scope = {
             "type": "http",
-            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "asgi": {"version": self.config.asgi_version, "spec_version": "2.3"},
             "http_version": version,
             "method": self.parser.get_method().decode("ascii"),
             "server": self.server,
@@ -291,9 +293,17 @@ class FrontProtocol(HttpToolsProtocol):
     # --------------------------------------------------------------------------------------------------- refusing
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._refusal and self._idle and not self.transport.is_closing():
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start(self.pipeline.pop()[0])  # type: ignore[arg-type]
+        elif self._refusal:
             self._answer(self._refusal)
+        else:
+            self._await_request()
 
     def _refuse(self, refusal: Refusal) -> None:
         """Nothing more is read from this client. Its earlier requests get their replies first."""
@@ -340,6 +350,9 @@ class FrontProtocol(HttpToolsProtocol):
 def _refusal_of(error: httptools.HttpParserError) -> Refusal:
     if isinstance(error.__context__, _Refused):
         return error.__context__.refusal
+    if isinstance(error, httptools.HttpParserCallbackError):
+        log.error("taking a request failed", exc_info=error.__context__)
+        return INTERNAL
     return _METHOD if isinstance(error, httptools.HttpParserInvalidMethodError) else _BAD_REQUEST
 
 

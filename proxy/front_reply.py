@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from proxy.refusal import Refusal
+from proxy.refusal import INTERNAL
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
@@ -20,8 +20,6 @@ log = logging.getLogger("sparseety.proxy")
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger
 _UNSAFE_NAME = re.compile(rb"[\x00-\x20:\x7f]")
 _UNSAFE_VALUE = re.compile(rb"[\r\n\x00]")  # would end the field, and let the rest of it be another one
-
-_FAILED = Refusal(500, "internal_error", "the proxy failed on this request").reply()
 
 
 class ReplyCycle(RequestResponseCycle):
@@ -41,9 +39,8 @@ class ReplyCycle(RequestResponseCycle):
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
             pass  # the server is being stopped
-        except Exception as error:  # noqa: BLE001 -- the relay's own boundary; what passes it is a bug
-            # No traceback: the texts of chained errors may quote headers.
-            log.error("serving a request failed: %s", type(error).__name__)
+        except Exception as error:
+            log.error("serving a request failed", exc_info=error)
         finally:
             if not self.response_complete and not self.disconnected:
                 self._break_off()
@@ -52,7 +49,7 @@ class ReplyCycle(RequestResponseCycle):
     def _break_off(self) -> None:
         """End the connection so that no client can take the reply for a complete one."""
         if not self.response_started:
-            self.transport.write(_FAILED)
+            self.transport.write(INTERNAL.reply())
         elif self._until_close:
             # An ordinary close would be this body's clean end.
             connection = self.transport.get_extra_info("socket")

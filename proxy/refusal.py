@@ -28,3 +28,6 @@ class Refusal:
         lines = [b"HTTP/1.1 %d %b" % (self.status, HTTPStatus(self.status).phrase.encode())]
         lines += [name + b": " + value for name, value in self.headers(body)]
         return b"\r\n".join([*lines, b"connection: close", b"", body])
+
+
+INTERNAL = Refusal(500, "internal_error", "the proxy failed on this request")

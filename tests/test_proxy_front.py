@@ -426,6 +426,16 @@ def test_a_body_that_goes_wrong_is_refused_and_its_request_aborted(front, limits
     assert not received.body_arrived.is_set()
 
 
+def test_a_fault_of_the_fronts_own_is_not_called_a_bad_request(front, limits, monkeypatch, caplog):
+    def broken(self: FrontProtocol) -> None:
+        raise AttributeError("secret")
+
+    monkeypatch.setattr(FrontProtocol, "_new_cycle", broken)
+    assert refusal(front.ask(NEXT)) == (500, "internal_error")
+    assert "in broken" in caplog.text
+    assert "secret" not in caplog.text.replace('AttributeError("secret")', "")  # the line of the source
+
+
 def test_a_refused_client_that_goes_on_sending_still_reads_why(front):
     with front.client() as client:
         client.send(b"FROB / HTTP/1.1\r\n\r\n")
