@@ -114,7 +114,7 @@ async def healthy(soak: Soak) -> None:
     head, _, body = got.partition(b"\r\n\r\n")
     expected = healthy_body(number)
     if not head.startswith(b"HTTP/1.1 200 ") or _dechunk(body) != expected:
-        soak.errors.append(f"stream {number}: {head[:80]!r}, {len(body)} bytes with framing for {len(expected)}")
+        soak.errors.append(f"stream {number}: {head[:40]!r}, {len(body)} bytes with framing, ends in {body[-160:]!r}")
     else:
         soak.healthy += 1
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.raw_upstream import WAIT, RawClient, RunningProxy, running_proxy
+from tests.raw_upstream import WAIT, RawClient, RunningProxy, reply, running_proxy, running_upstream
 
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: h\r\n\r\n"
 HEAD = b"POST /seen HTTP/1.1\r\nHost: h\r\n"
@@ -244,3 +244,14 @@ def test_an_escaped_line_break_in_a_target_stays_escaped(tmp_path, tap, target):
     (log,) = proxy.log_dir.glob("*.jsonl")
     assert b"\r" not in log.read_bytes()
     assert b"Evil" not in log.read_bytes().split(b"\n", 1)[0]
+
+
+@pytest.mark.xfail(reason="httpx takes it for the next reply; the project's own transport must not", strict=True)
+@pytest.mark.parametrize("excess", [reply(b"evil"), b"HTTP/1.1 200 OK\r\n", b"nonsense", b"\r\n"])
+def test_what_a_server_sends_beyond_its_reply_never_reaches_the_next_client(tmp_path, excess):
+    with running_upstream(reply(b"one") + excess) as upstream, running_proxy(tmp_path, upstream.url) as proxy:
+        upstream.scripts.append((reply(b"two"),))
+        for body in (b"one", b"two", b"two"):
+            with proxy.client() as client:
+                client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
+                assert client.read_reply() == (200, body)
