@@ -179,7 +179,6 @@ def test_credentials_stay_out_of_what_is_said_about_a_server_that_is_down(tmp_pa
     assert set(SECRET.findall(process.everything_written())) == set()
 
 
-@pytest.mark.xfail(reason="proxy/config.py repeats the URL", strict=True)
 def test_an_upstream_with_credentials_in_its_url_is_refused_without_repeating_them(tmp_path):
     command = [sys.executable, "-m", "proxy.cli", "--upstream", "http://user:SECRET01@127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=WAIT, check=False)
