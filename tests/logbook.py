@@ -22,6 +22,7 @@ from sparseety.records import (
     Stamps,
     StreamDone,
     TokenizerIdentity,
+    ToolCall,
     Usage,
 )
 from verifier.tokenizer import load_tokenizer
@@ -40,15 +41,25 @@ class Logbook:
     proxy: list[AnyRecord] = field(default_factory=list)
     engine: list[AnyRecord] = field(default_factory=list)
     now: float = 1000.0
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         self.proxy.append(self._opening("proxy"))
         self.engine.append(self._opening("engine"))
         sha256 = load_tokenizer(self.tokenizer).sha256
         identity = TokenizerIdentity(name=str(self.tokenizer), files={"tokenizer.json": sha256}, vocab_size=500)
-        self.engine.append(EngineStart(ts=self.tick(), vllm="0.32.0", model="toy", tokenizer=identity))
+        self.engine.append(self._engine_start(identity))
         self.recorder = EngineRecorder(self.engine.append, self.tick)
         self._captures = 0
+
+    def _engine_start(self, identity: TokenizerIdentity) -> EngineStart:
+        return EngineStart(
+            ts=self.tick(),
+            vllm="0.32.0",
+            model="toy",
+            tokenizer=identity,
+            reasoning_parser=self.reasoning_parser,
+        )
 
     def tick(self) -> float:
         self.now += 0.01
@@ -80,7 +91,7 @@ class Logbook:
     def stream(
         self,
         response_id: str | None,
-        pieces: Sequence[str],
+        pieces: Sequence[str | tuple[Any, str]],
         *,
         finish: str | None = "stop",
         stop_reason: int | str | None = None,
@@ -90,7 +101,7 @@ class Logbook:
         token_ids: Sequence[list[int]] | None = None,
         **parameters: Any,
     ) -> int:
-        """What the proxy saw of one chat stream; returns its capture number."""
+        """What the proxy saw of one chat stream; returns its capture number. A piece may be (kind, text)."""
         self._captures += 1
         number = self._captures
         wanted = RequestParameters(**({"model": "toy", "stream": True} | parameters))
@@ -106,15 +117,19 @@ class Logbook:
             )
         )
         length = 0
-        for index, piece in enumerate(pieces):
+        for index, item in enumerate(pieces):
+            kind, piece = item if isinstance(item, tuple) else ("text", item)
+            call = ToolCall(name=None if index else "f", arguments=piece)
             length += len(piece)
             self.proxy.append(
                 Chunk(
                     ts=self.tick(),
                     capture=number,
                     wire_index=index + 1,
+                    kind=kind,
                     chunk_index=index + 1,
                     delta_text=piece,
+                    tool_calls=[call] if kind == "tool_call" else None,
                     accumulated_len=length,
                     token_ids=token_ids[index] if token_ids else None,
                     response_id=response_id if index == 0 else None,
@@ -151,7 +166,9 @@ class Logbook:
         )
         return number
 
-    def exchange(self, ids: Sequence[int], pieces: Sequence[str], *, name: str = "chatcmpl-1", **keys: Any) -> None:
+    def exchange(
+        self, ids: Sequence[int], pieces: Sequence[str | tuple[Any, str]], *, name: str = "chatcmpl-1", **keys: Any
+    ) -> None:
         """One request as both sides saw it; keys named `engine_...` go to the engine's side."""
         engine = {key.removeprefix("engine_"): keys.pop(key) for key in list(keys) if key.startswith("engine_")}
         self.engine_request(name, ids, **engine)
