@@ -171,10 +171,17 @@ def test_in_a_stream_arguments_come_as_they_stand():
 
 
 def test_a_call_that_did_not_come_is_missing_text():
-    account = explain(output(CALLED + CALLED), called("f", '{"x": 1}'), HERMES)
+    calls = [ToolCall(index=n, name="f", arguments='{"x": 1}') for n in range(2)]
+    sent = Sent([("tool_call", call.arguments) for call in calls], calls)
+    account = explain(output(CALLED * 3), sent, HERMES)
     assert account.difference is not None
     assert account.difference.code == "MISSING_TEXT"
-    assert account.difference.offset == len(CALLED) + CALLED.index('{"x"')
+    assert account.difference.offset == 2 * len(CALLED) + CALLED.index('{"x"')
+
+
+def test_only_the_first_call_may_be_what_was_asked_for():
+    account = explain(output(CALLED * 3), called("f", '{"x": 1}'), HERMES)
+    assert (account.difference, bool(account.undecided)) == (None, True)
 
 
 def test_named_and_required_calls_are_found_whatever_the_parser():

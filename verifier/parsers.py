@@ -66,7 +66,9 @@ REASONING: dict[str, Reasoning] = {
     "ling3": Reasoning(*_THINK, openers=("<tool_call>",), strips=True, reopens=True),
     "kimi_k2": Reasoning(*_THINK, openers=("<|tool_calls_section_begin|>",), strips=True),
     "minimax_m2": Reasoning(*_THINK, openers=("<minimax:tool_call>",), strips=True, switch=False),
-    "deepseek_v4": Reasoning(*_THINK, openers=("<｜DSML｜tool_calls>",), strips=True, reopens=True),
+    "deepseek_v4": Reasoning(
+        *_THINK, openers=("<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>"), strips=True, reopens=True
+    ),
     "deepseek_v41": Reasoning(*_THINK, openers=("<｜DSML｜ calls>",), strips=True, reopens=True),
 }
 

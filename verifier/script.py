@@ -4,7 +4,7 @@ A script is made from the whole output; matching it against what a client got is
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
@@ -133,7 +133,7 @@ def _class_scripts(
 ) -> Iterator[tuple[Script, int | None, list[Atom]]]:
     """The same over a stream: a start marker is dropped if it comes alone, else it stays."""
     starts = [hit for hit in output.find(rules.start or "") if hit[1] <= cut] if rules.start else []
-    atoms = _split(output, "reasoning", 0, cut, starts, Keep.MAY)
+    atoms = _split("reasoning", 0, cut, starts, Keep.MAY)
     tail = [Atom("text", content, len(output.text))] if content is not None else []
     yield Script(atoms, parsed=True), content, tail
     if content is None or not atoms:
@@ -151,28 +151,40 @@ def _class_scripts(
 def _engine_scripts(
     output: Output, rules: Reasoning, cut: int, content: int | None
 ) -> Iterator[tuple[Script, int | None, list[Atom]]]:
-    known = {rules.start, rules.end, *rules.openers}
-    specials = [m for m in output.markers if m.special and m.content not in known]
-    dropped = [hit for hit in output.find(rules.start or "") if hit[1] <= cut] if rules.start else []
-    dropped += [(m.start, m.end) for m in specials if m.end <= cut]
-    atoms = _split(output, "reasoning", 0, cut, dropped, None)
-    atoms = _strip_end(output.text, atoms, rules)
+    starts = [hit for hit in output.find(rules.start or "") if hit[1] <= cut] if rules.start else []
+    atoms = _split("reasoning", 0, cut, starts, None)
+    atoms = _strip_end(output.text, _without_specials(output, rules, atoms), rules)
     if content is None:
         yield Script(atoms, parsed=True), None, []
         return
     again = list(output.find(rules.end, content))
-    again += [(m.start, m.end) for m in specials if m.start >= content]
     reopened = list(output.find(rules.start, content)) if rules.start and rules.reopens else []
     # In a stream the engine sees only the delta in which the reasoning ends; what follows passes untouched.
-    tail = _split(output, "text", content, len(output.text), again, Keep.MAY if output.streamed else None)
+    tail = _split("text", content, len(output.text), again, Keep.MAY if output.streamed else None)
+    tail = _without_specials(output, rules, tail)
     if rules.strips_newlines and tail:
         tail = _strip_newlines(output.text, tail)
     doubtful = "reasoning begins anew behind its end; how that is taken depends on how ids were grouped"
     yield Script(atoms, parsed=True, doubtful=doubtful if reopened else None), content, tail
     if reopened:
-        atoms = _strip_end(output.text, [*atoms, *_reopened(output, rules, content, again, "reasoning")], rules)
-        rest = _reopened(output, rules, content, again, "text")
+        more = _without_specials(output, rules, _reopened(output, rules, content, again, "reasoning"))
+        atoms = _strip_end(output.text, [*atoms, *more], rules)
+        rest = _without_specials(output, rules, _reopened(output, rules, content, again, "text"))
         yield Script(atoms, parsed=True, doubtful=doubtful), content, rest
+
+
+def _without_specials(output: Output, rules: Reasoning, atoms: list[Atom]) -> list[Atom]:
+    """Special tokens may stay away: the engine drops those that the tokenizer's configuration names, which we lack."""
+    known = {rules.start, rules.end, *rules.openers}
+    specials = [(m.start, m.end) for m in output.markers if m.special and m.content not in known]
+    split: list[Atom] = []
+    for atom in atoms:
+        inside = [hit for hit in specials if atom.start <= hit[0] and hit[1] <= atom.end]
+        if atom.keep is Keep.MUST and inside:
+            split += _split(atom.channel, atom.start, atom.end, inside, Keep.MAY)
+        else:
+            split.append(atom)
+    return split
 
 
 def _reopened(
@@ -190,14 +202,12 @@ def _reopened(
     for (start, end), then in [*turns, ((len(output.text), len(output.text)), "text")]:
         if here == channel:
             inside = [hit for hit in dropped if at <= hit[0] and hit[1] <= start]
-            atoms += _split(output, channel, at, start, inside, Keep.MAY if output.streamed else None)
+            atoms += _split(channel, at, start, inside, Keep.MAY if output.streamed else None)
         here, at = then, end
     return atoms
 
 
-def _split(
-    output: Output, channel: Channel, start: int, end: int, holes: list[tuple[int, int]], keep: Keep | None
-) -> list[Atom]:
+def _split(channel: Channel, start: int, end: int, holes: Iterable[tuple[int, int]], keep: Keep | None) -> list[Atom]:
     """The stretch start..end less the holes, which become atoms of their own kind, or nothing (None)."""
     atoms: list[Atom] = []
     for hole_start, hole_end in sorted(holes):
@@ -217,20 +227,23 @@ def _strip_end(text: str, atoms: list[Atom], rules: Reasoning) -> list[Atom]:
         return atoms
     stripped: list[Atom] = []
     atoms = list(atoms)
-    if atoms:
+    if atoms and atoms[-1].keep is Keep.MUST:
         last = atoms.pop()
         held = _begun_marker(text[last.start : last.end], [rules.start, rules.end, *rules.openers])
         if held:
-            stripped.insert(0, replace(last, start=last.end - held))
-            last = replace(last, end=last.end - held)
-        atoms.append(last)
+            stripped.append(replace(last, start=last.end - held))
+        if held < last.end - last.start:
+            atoms.append(replace(last, end=last.end - held))
     while atoms:
         last = atoms.pop()
-        space = len(text[last.start : last.end]) - len(text[last.start : last.end].rstrip())
-        if space:
-            stripped.insert(0, Atom(last.channel, last.end - space, last.end, Keep.CUT))
-        if space < last.end - last.start:
-            stripped.insert(0, replace(last, end=last.end - space))
+        if last.keep is not Keep.MUST:
+            stripped.insert(0, last)
+            continue
+        size = len(text[last.start : last.end].rstrip())
+        if last.start + size < last.end:
+            stripped.insert(0, Atom(last.channel, last.start + size, last.end, Keep.CUT))
+        if size:
+            stripped.insert(0, replace(last, end=last.start + size))
             break
     return [*atoms, *stripped]
 
@@ -302,8 +315,10 @@ def _with_tools(
     solid = "".join(text[atom.start : atom.end] for atom in before if atom.keep is Keep.MUST)
     if not output.streamed and not solid.strip():
         before = [replace(atom, keep=Keep.CUT) for atom in before]
+    inside = any(atom.keep is Keep.MAY and atom.start >= first for atom in tail)
     yield replace(
         head,
+        doubtful="a marker that the reasoning parser may drop stands inside a call" if inside else head.doubtful,
         atoms=[*head.atoms, *before],
         calls=found.calls,
         left_out=head.left_out + found.left_out,
