@@ -238,7 +238,13 @@ class Maker:
                 before = [*self.encode(start + think), *self.spelled(end), *self.encode(self.prose(2))]
                 return before + self.encode(end + content)
             case "opener":
-                return self.encode(think + rng.choice([*rules.openers, "<tool_call>"]) + content + end + self.prose(2))
+                return self.encode(
+                    think
+                    + rng.choice([*rules.openers, *rules.spellings, "<tool_call>"])
+                    + content
+                    + end
+                    + self.prose(2)
+                )
             case "special":
                 special = rng.choice(sorted(self.server.tokenizer.special))
                 return [*self.encode(think), special, *self.encode(end + content), special]

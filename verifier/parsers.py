@@ -22,6 +22,7 @@ class Reasoning:
     start: str | None  # dropped wherever it stands in the reasoning
     end: str
     openers: tuple[str, ...] = ()  # tool markers that end the reasoning too; they stay in what follows
+    spellings: tuple[str, ...] = ()  # of the first opener; known only where that is found as text, not as a token
     engine: bool = True  # vLLM's parser engine: drops special tokens, repeated markers. False: one class of its own
     strips: bool = False  # whitespace at the reasoning's end is dropped
     strips_newlines: bool = False  # newlines at the content's start are dropped
@@ -67,7 +68,11 @@ REASONING: dict[str, Reasoning] = {
     "kimi_k2": Reasoning(*_THINK, openers=("<|tool_calls_section_begin|>",), strips=True),
     "minimax_m2": Reasoning(*_THINK, openers=("<minimax:tool_call>",), strips=True, switch=False),
     "deepseek_v4": Reasoning(
-        *_THINK, openers=("<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>"), strips=True, reopens=True
+        *_THINK,
+        openers=("<｜DSML｜tool_calls>",),
+        spellings=("<｜DSML｜toolcalls>", "<｜DSML｜tool>"),
+        strips=True,
+        reopens=True,
     ),
     "deepseek_v41": Reasoning(*_THINK, openers=("<｜DSML｜ calls>",), strips=True, reopens=True),
 }

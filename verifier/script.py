@@ -101,7 +101,10 @@ def _open_reasoning(output: Output, rules: Reasoning) -> Iterator[tuple[Script, 
 
 def _ends(output: Output, rules: Reasoning) -> Iterator[tuple[int, int | None]]:
     """(where the reasoning ends, where the content begins)."""
-    found = [next(output.find(rules.end), None), *(next(output.find(opener), None) for opener in rules.openers)]
+    openers = rules.openers
+    if rules.spellings and not (output.streamed and openers[0] in output.added):
+        openers += rules.spellings
+    found = [next(output.find(marker), None) for marker in (rules.end, *openers)]
     hits = sorted((hit, index) for index, hit in enumerate(found) if hit is not None)
     if not hits:
         yield len(output.text), None
