@@ -34,9 +34,9 @@ from sparseety.records import (
     Usage,
 )
 from verifier.findings import RequestVerdict, Severity, Verdict
+from verifier.gather import Logs
 from verifier.join import EngineIndex
 from verifier.judge import judge
-from verifier.logs import Logs
 from verifier.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -23,6 +23,7 @@ from sparseety.records import (
     Stamps,
     StreamDone,
     TokenizerIdentity,
+    ToolCall,
     Usage,
 )
 from verifier.tokenizer import load_tokenizer
@@ -31,6 +32,8 @@ TOY = Path(__file__).parent / "data" / "toy"
 BYTE_LEVEL = TOY / "bytebpe.json"  # 259 "hello", 264 " world", 265 " hello", 272 <|eos|>; 0..255 are those bytes
 SENTENCEPIECE = TOY / "spm.json"
 EOS = 272
+
+Pieces = Sequence[str | tuple[Any, str]]
 
 
 @dataclass
@@ -41,15 +44,25 @@ class Logbook:
     proxy: list[AnyRecord] = field(default_factory=list)
     engine: list[AnyRecord] = field(default_factory=list)
     now: float = 1000.0
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         self.proxy.append(self._opening("proxy"))
         self.engine.append(self._opening("engine"))
         sha256 = load_tokenizer(self.tokenizer).sha256
         identity = TokenizerIdentity(name=str(self.tokenizer), files={"tokenizer.json": sha256}, vocab_size=500)
-        self.engine.append(EngineStart(ts=self.tick(), vllm="0.32.0", model="toy", tokenizer=identity))
+        self.engine.append(self._engine_start(identity))
         self.recorder = EngineRecorder(self.engine.append, self.tick)
         self._captures = 0
+
+    def _engine_start(self, identity: TokenizerIdentity) -> EngineStart:
+        return EngineStart(
+            ts=self.tick(),
+            vllm="0.32.0",
+            model="toy",
+            tokenizer=identity,
+            reasoning_parser=self.reasoning_parser,
+        )
 
     def tick(self) -> float:
         self.now += 0.01
@@ -88,7 +101,7 @@ class Logbook:
     def stream(
         self,
         response_id: str | None,
-        pieces: Sequence[str] | dict[int, Sequence[str]],
+        pieces: Pieces | dict[int, Pieces],
         *,
         endpoint: Endpoint = "chat",
         finish: str | None = "stop",
@@ -100,7 +113,10 @@ class Logbook:
         x_request_id: str | None = None,
         **parameters: Any,
     ) -> int:
-        """What the proxy saw of one stream, choice 0 or a dict of choices; returns its capture number."""
+        """What the proxy saw of one stream, choice 0 or a dict of choices; returns its capture number.
+
+        A piece may be (kind, text).
+        """
         choices = pieces if isinstance(pieces, dict) else {0: pieces}
         self._captures += 1
         number = self._captures
@@ -126,7 +142,7 @@ class Logbook:
                 outcome=outcome,
                 status=200,
                 chunk_count=sum(map(len, choices.values())),
-                total_text_len=sum(len(piece) for texts in choices.values() for piece in texts),
+                total_text_len=sum(len(p[1] if isinstance(p, tuple) else p) for ps in choices.values() for p in ps),
                 events=events,
                 reads=events,
                 bytes=100,
@@ -142,7 +158,7 @@ class Logbook:
         self,
         capture: int,
         response_id: str | None,
-        choices: dict[int, Sequence[str]],
+        choices: dict[int, Pieces],
         ending: dict[str, Any] | None,
         token_ids: Sequence[list[int]] | None,
         end_marker: bool,
@@ -151,11 +167,14 @@ class Logbook:
         events: list[dict[str, Any]] = []
         for choice, pieces in choices.items():
             length = 0
-            for index, piece in enumerate(pieces):
+            for index, item in enumerate(pieces):
+                kind, piece = item if isinstance(item, tuple) else ("text", item)
                 length += len(piece)
+                event = {"choice": choice, "kind": kind, "chunk_index": index + 1, "delta_text": piece}
+                if kind == "tool_call":
+                    event["tool_calls"] = [ToolCall(name=None if index else "f", arguments=piece)]
                 ids = token_ids[index] if token_ids else None
-                text = {"chunk_index": index + 1, "delta_text": piece, "accumulated_len": length, "token_ids": ids}
-                events.append({"choice": choice, **text})
+                events.append({**event, "accumulated_len": length, "token_ids": ids})
             if ending is not None:
                 events.append({"choice": choice, "kind": "finish", **ending})
             elif not pieces and response_id:
@@ -167,7 +186,7 @@ class Logbook:
             self.proxy.append(Chunk(ts=self.tick(), capture=capture, wire_index=wire_index, response_id=named, **event))
         return len(events)
 
-    def exchange(self, ids: Sequence[int], pieces: Sequence[str], *, name: str = "chatcmpl-1", **keys: Any) -> None:
+    def exchange(self, ids: Sequence[int], pieces: Pieces, *, name: str = "chatcmpl-1", **keys: Any) -> None:
         """One request as both sides saw it; keys named `engine_...` go to the engine's side."""
         engine = {key.removeprefix("engine_"): keys.pop(key) for key in list(keys) if key.startswith("engine_")}
         self.engine_request(name, ids, **engine)

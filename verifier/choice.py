@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from sparseety.records import RequestAdded
+from sparseety.records import RequestAdded, RequestParameters
+from verifier.channels import Parsers, Sent, prompt_opens
 from verifier.classify import Difference
 from verifier.compare import Comparison, Ending, compare
 from verifier.expect import REPLACEMENT, TextRules
 from verifier.findings import Axis, Finding, RequestVerdict, Severity
-from verifier.logs import Capture, Delivered, EngineRequest, Log
+from verifier.logs import Log
+from verifier.parsed import compare_channels
+from verifier.parsers import MADE_FOR
+from verifier.requests import Capture, Delivered, EngineRequest
 from verifier.tokenizer import NoTokenizer, Tokenizer
 
 TokenizerOf = Callable[[Log], Tokenizer]
@@ -24,7 +28,10 @@ INFO_DETAILS = {
     "LEADING_SPACE": "the tokenizer drops one space at a text's start",
     "REPLAY_ONLY": "equal by vLLM's own detokenizer; the bytes alone do not decide",
     "SPECIAL_SKIPPED": "special tokens were sampled, and left out as asked",
-    "HIDDEN": "no text was asked for; the ids were checked",
+    "PARSED": "parsers laid the text into channels; end to end, with their markers, it is the text of the ids",
+    "PARSED_SEMANTIC": "the same, but tool-call arguments were written anew: they are equal after reading the JSON",
+    "HIDDEN": "text was left out as asked (the reasoning, or all of it); the rest was checked",
+    "PARSER_DROPPED": "a parser threw text away by its own rule (beside tool calls, or before the reasoning)",
 }
 
 _MODES = frozenset({"auto", "hf", "fast"})  # vLLM's tokenizer modes that decode by tokenizer.json
@@ -76,6 +83,7 @@ class ChoiceJudge:
             comparison = self._no_text()
         else:
             comparison = compare(tokenizer, engine.ids, self._rules(), came, ending, self._chunk_ends())
+            comparison = self._with_parsers(tokenizer, comparison, ending)
             self._text(comparison)
             self._drift(tokenizer, came, comparison)
         self._stream_ids(comparison, ending)
@@ -213,28 +221,60 @@ class ChoiceJudge:
         if comparison.stop_missing:
             detail = "the stop string that is said to have ended it is not in the text of the ids"
             self._find("STOP_NOT_IN_IDS", "protocol", Severity.FAULT, detail)
-        for code in comparison.codes:
+        for code in [*comparison.codes, *(["PARSER_DROPPED"] if comparison.left_out else [])]:
             if code != "EXACT":
                 self._find(code, "text", Severity.INFO, INFO_DETAILS[code])
         if difference is not None:
-            self._difference(difference, comparison.token_index or 0)
+            self._difference(difference, comparison.token_index or 0, comparison.piece)
 
     def _excuse(self) -> str | None:
         """Why a difference is no fault here: something known may explain it."""
         if self.damaged:
             return "the difference may lie in what the proxy's log lost"
-        parameters = self.capture.start.parameters if self.capture.start else None
-        if self.capture.start and self.capture.start.endpoint == "responses" and parameters and parameters.stop:
+        start, engine = self.capture.start, self.engine.log.engine
+        parameters = start.parameters if start else None
+        if start is None or parameters is None or start.endpoint in ("chat", "completions"):
+            return None
+        if start.endpoint == "responses" and parameters.stop:
             return "the Responses API does not say which stop string ended a text"
-        parser = self.engine.log.engine is not None and self.engine.log.engine.reasoning_parser is not None
-        if parser or self.delivered.kinds - {"text"} or (parameters is not None and parameters.tools):
-            return "a reasoning or tool-call parser lays the text into channels; such text is not judged yet"
+        if self.delivered.kinds - {"text"} or parameters.tools or (engine and engine.reasoning_parser):
+            return f"a parser may have laid the text into channels, which is not judged for {start.endpoint} yet"
         return None
 
-    def _difference(self, difference: Difference, token: int) -> None:
+    def _with_parsers(self, tokenizer: Tokenizer, comparison: Comparison, ending: Ending) -> Comparison:
+        """The same where a reasoning or tool-call parser may have laid the text into channels."""
+        start, delivered = self.capture.start, self.delivered
+        parameters = (start.parameters if start else None) or RequestParameters()
+        parsers = self._parsers(tokenizer, parameters)
+        needed = bool(delivered.kinds - {"text"}) or parameters.tools or bool(parsers.reasoning)
+        if start is None or start.endpoint != "chat" or not needed:
+            return comparison
+        if comparison.codes and not parsers.reasoning:
+            return comparison  # all of the text came; which channel it belongs to is not known
+        sent = Sent(
+            list(zip(delivered.piece_kinds, delivered.pieces, strict=True)),
+            [delivered.calls[index] for index in sorted(delivered.calls)],
+            parameters.include_reasoning,
+        )
+        streamed = self.capture.response is None
+        judged = compare_channels(tokenizer, self.engine.ids, self._rules(), sent, ending, parsers, streamed=streamed)
+        return judged or comparison
+
+    def _parsers(self, tokenizer: Tokenizer, parameters: RequestParameters) -> Parsers:
+        """Which parsers were on. Another vLLM than the table was made for: not known."""
+        engine, added = self.engine.log.engine, self.added
+        name = None
+        if engine is not None:
+            name = engine.reasoning_parser if engine.reasoning_parser and engine.vllm.startswith(MADE_FOR) else None
+            if not engine.reasoning_parser and "reasoning" not in self.delivered.kinds:
+                name = ""
+        opened = prompt_opens(tokenizer.text(added.prompt_tail, skip_special=False), name)
+        return Parsers(name, None, opened, parameters.tools)
+
+    def _difference(self, difference: Difference, token: int, piece: int | None) -> None:
         """A fault of the text, at the chunk and the engine step where it shows first."""
         engine, delivered, capture = self.engine, self.delivered, self.capture
-        chunk = bisect_right(self._chunk_ends(), difference.offset)
+        chunk = bisect_right(self._chunk_ends(), difference.offset) if piece is None else piece
         chunk = min(chunk, max(0, len(delivered.pieces) - 1))
         chunk_line = delivered.piece_lines[chunk] if delivered.pieces else capture.line
         row = max(0, bisect_right(engine.row_starts, token) - 1)

@@ -42,6 +42,37 @@ class Comparison:
     token_index: int | None = None  # the first token concerned by the difference
     stop_missing: bool = False  # the text of the ids does not hold the stop string that ended it
     undecided: str | None = None  # what would have to be known to decide
+    piece: int | None = None  # index of the delivered piece where the difference shows; None: by its offset
+    left_out: int = 0  # code points that a parser threw away by its own rule
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A text that the server may have had of these ids, before a parser laid it into channels."""
+
+    expected: Expected
+    ids: Sequence[int]  # those with text
+    text: str  # a beginning of expected.text
+    codes: list[str]  # why it is not all of it
+    kept: int | None = None  # ids up to the one completing the stop string; None: all of them
+
+
+def dues(tokenizer: Tokenizer, ids: Sequence[int], rules: TextRules, ending: Ending) -> Iterator[Due]:
+    """The texts these ids can have had, likeliest first. Broken off: any beginning of them has come."""
+    with_text = _with_text(ids, rules, ending)
+    for candidate in _candidates(tokenizer, with_text, rules):
+        expected, codes = candidate.expected, candidate.codes
+        if candidate.uncertain:
+            continue
+        if ending.stop is not None and not ending.broken_off:
+            if cut := _stop_cut(expected, ending):
+                end = cut[0] + (len(ending.stop) if rules.include_stop_str_in_output else 0)
+                yield Due(expected, with_text, expected.text[:end], ["TRIMMED_STOP", *codes], cut[1])
+            continue
+        broken_off = ["ABORTED_PREFIX"] if ending.broken_off else []
+        yield Due(expected, with_text, expected.text, [*broken_off, *codes])
+        if not ending.broken_off and (clean := expected.clean()) != expected.text:
+            yield Due(expected, with_text, clean, ["INCOMPLETE_UTF8_TAIL", *codes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +91,7 @@ def compare(
     chunk_ends: Sequence[int] = (),
 ) -> Comparison:
     """Explain `came` by `ids`, or say where they part. chunk_ends: where its chunks end in `came`, in code points."""
-    with_text = ids[:-1] if ending.by_token and ids and not rules.include_stop_str_in_output else ids
+    with_text = _with_text(ids, rules, ending)
     special = rules.skip_special_tokens and not tokenizer.special.isdisjoint(with_text)
     tried: list[_Candidate] = []
     for candidate in _candidates(tokenizer, with_text, rules):
@@ -72,6 +103,11 @@ def compare(
             codes = [code, *candidate.codes, *(["SPECIAL_SKIPPED"] if special else [])]
             return Comparison(_tokens_checked(candidate, came, ending, len(ids)), codes, kept)
     return _difference(tokenizer, tried, rules, came, ending, chunk_ends)
+
+
+def _with_text(ids: Sequence[int], rules: TextRules, ending: Ending) -> Sequence[int]:
+    """The ids less the end token, which has no text."""
+    return ids[:-1] if ending.by_token and ids and not rules.include_stop_str_in_output else ids
 
 
 def _candidates(tokenizer: Tokenizer, ids: Sequence[int], rules: TextRules) -> Iterator[_Candidate]:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sparseety.records import Endpoint
-from verifier.logs import CLOCK_SKEW, Capture, EngineRequest
+from verifier.logs import CLOCK_SKEW
+from verifier.requests import Capture, EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

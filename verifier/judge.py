@@ -9,7 +9,8 @@ from sparseety.records import Gap, Response, StreamDone
 from verifier.choice import ChoiceJudge, TokenizerOf
 from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict
 from verifier.join import Join
-from verifier.logs import CLOCK_SKEW, Capture, Log
+from verifier.logs import CLOCK_SKEW, Log
+from verifier.requests import Capture
 
 _BROKEN_OFF = {
     "upstream_broken": "the upstream broke off",

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 
 from sparseety.records import Endpoint
 from verifier.findings import Finding, RequestVerdict, Severity, Verdict
+from verifier.gather import Logs
 from verifier.join import reply_id
-from verifier.logs import CLOCK_SKEW, Capture, EngineRequest, Log, Logs
+from verifier.logs import CLOCK_SKEW, Log
+from verifier.requests import Capture, EngineRequest
 
 
 class _LeftUnnamed:

@@ -6,9 +6,10 @@ from pathlib import Path
 from sparseety.errors import SparseetyError
 from sparseety.logreader import in_order, read_log
 from verifier.findings import Finding, Report, RequestVerdict, Severity, Verdict
+from verifier.gather import Logs
 from verifier.join import EngineIndex
 from verifier.judge import judge
-from verifier.logs import Log, Logs
+from verifier.logs import Log
 from verifier.orphans import judge_orphans
 from verifier.tokenizer import NoTokenizer, Tokenizer, TokenizerShelf
 

@@ -1,0 +1,218 @@
+"""One request as each side saw it, put together record by record. Pure.
+
+A log proves a good deal about itself: its events, chunks and characters are counted. Where those counts contradict each
+other, lines were lost or changed, and nothing that this could explain may be blamed on a server.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from sparseety.records import (
+    Chunk,
+    Gap,
+    RequestAdded,
+    RequestFinished,
+    RequestStart,
+    Response,
+    Row,
+    StreamDone,
+    ToolCall,
+    Usage,
+)
+from verifier.logs import Log
+
+TEXT_KINDS = frozenset({"text", "reasoning", "tool_call"})
+
+
+@dataclass(slots=True)
+class Delivered:
+    """One choice as the client got it."""
+
+    pieces: list[str] = field(default_factory=list)  # text-bearing deltas in wire order
+    piece_lines: list[int] = field(default_factory=list)  # their lines in the log
+    piece_kinds: list[str] = field(default_factory=list)  # text, reasoning or tool_call, for each piece
+    length: int = 0  # code points of the pieces
+    kinds: set[str] = field(default_factory=set)
+    calls: dict[int, ToolCall] = field(default_factory=dict)  # tool calls by index, their parts joined
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def add_piece(self, kind: str, text: str, line: int) -> None:
+        self.pieces.append(text)
+        self.piece_kinds.append(kind)
+        self.piece_lines.append(line)
+        self.kinds.add(kind)
+        self.length += len(text)
+
+    def add_calls(self, calls: list[ToolCall]) -> None:
+        for part in calls:
+            self.kinds.add("tool_call")
+            known = self.calls.get(part.index, ToolCall(index=part.index))
+            name = part.name if known.name is None else known.name + (part.name or "")
+            self.calls[part.index] = ToolCall(index=part.index, name=name, arguments=known.arguments + part.arguments)
+
+    def add_ids(self, ids: list[int] | None) -> None:
+        if ids is not None:
+            self.token_ids = (self.token_ids or []) + ids
+
+    def end(self, finish_reason: str | None, stop_reason: int | str | None) -> None:
+        if finish_reason is not None:
+            self.finish_reason, self.stop_reason = finish_reason, stop_reason
+
+
+@dataclass(slots=True)
+class Capture:
+    """One request as the proxy saw it."""
+
+    log: Log
+    number: int
+    line: int  # of its first record
+    start: RequestStart | None = None
+    done: StreamDone | None = None
+    response: Response | None = None
+    response_ids: list[str] = field(default_factory=list)  # distinct ids; more than one is a fault of the stream
+    choices: dict[int, Delivered] = field(default_factory=dict)
+    error_events: int = 0
+    unparsed_events: int = 0
+    gaps: list[Gap] = field(default_factory=list)
+    contradiction: str | None = None  # what in its records cannot be true of a log that is whole
+    events_seen: int = 0  # highest wire_index
+    chunks_seen: int = 0  # text-bearing records
+
+    def contradicts(self, what: str) -> None:
+        self.contradiction = self.contradiction or what
+
+    @property
+    def response_id(self) -> str | None:
+        return self.response_ids[0] if self.response_ids else None
+
+    @property
+    def ended(self) -> bool:
+        return self.done is not None or self.response is not None
+
+    @property
+    def place(self) -> str:
+        return self.log.place(self.line)
+
+    @property
+    def losses(self) -> list[Gap]:
+        """What this log lost of the request, for certain or perhaps."""
+        ending = self.done or self.response
+        begin = self.start.ts if self.start else -math.inf
+        return [*self.gaps, *self.log.unnamed_between(begin, ending.ts if ending else math.inf)]
+
+    @property
+    def usage(self) -> Usage | None:
+        ending = self.done or self.response
+        return ending.usage if ending else None
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One request as the engine saw it: one choice of one prompt."""
+
+    log: Log
+    number: int
+    line: int
+    added: RequestAdded | None = None
+    finished: RequestFinished | None = None
+    ids: list[int] = field(default_factory=list)
+    row_starts: list[int] = field(default_factory=list)  # index of each row's first id
+    row_lines: list[int] = field(default_factory=list)
+    contradiction: str | None = None  # why the ids cannot be trusted
+    gaps: list[Gap] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        return self.log.place(self.line)
+
+    @property
+    def life(self) -> tuple[float, float]:
+        """From when to when the engine had it, as far as that is known."""
+        return self.added.ts if self.added else -math.inf, self.finished.ts if self.finished else math.inf
+
+    @property
+    def losses(self) -> list[Gap]:
+        """What this log lost of the request, for certain or perhaps."""
+        return [*self.gaps, *self.log.unnamed_between(*self.life)]
+
+    @property
+    def complete(self) -> bool:
+        """Every id is here: the engine said how many there were, and no row is missing."""
+        return self.finished is not None and self.contradiction is None and self.finished.total_ids == len(self.ids)
+
+
+def add_chunk(capture: Capture, line: int, chunk: Chunk) -> None:
+    if chunk.wire_index not in (capture.events_seen, capture.events_seen + 1):
+        capture.contradicts(f"event {capture.events_seen + 1} was due, event {chunk.wire_index} stands there")
+    capture.events_seen = max(capture.events_seen, chunk.wire_index)
+    if chunk.response_id and chunk.response_id not in capture.response_ids:  # some servers begin with an empty one
+        capture.response_ids.append(chunk.response_id)
+    if chunk.kind == "error":
+        capture.error_events += 1
+        return
+    if chunk.kind == "unparsed":
+        capture.unparsed_events += 1
+        return
+    if chunk.kind not in TEXT_KINDS and chunk.kind not in ("role", "finish"):
+        return
+    choice = capture.choices.setdefault(chunk.choice, Delivered())
+    if chunk.chunk_index is not None:
+        capture.chunks_seen += 1
+        choice.add_piece(chunk.kind, chunk.delta_text, line)
+        if chunk.delta_len not in (None, len(chunk.delta_text)):
+            capture.contradicts("the text of a chunk was not recorded")
+        elif (chunk.chunk_index, chunk.accumulated_len) != (len(choice.pieces), choice.length):
+            capture.contradicts(f"chunk {len(choice.pieces)} of choice {chunk.choice} does not follow the one before")
+    choice.add_calls(chunk.tool_calls or [])
+    choice.add_ids(chunk.token_ids)
+    choice.end(chunk.finish_reason, chunk.stop_reason)
+
+
+def add_done(capture: Capture, done: StreamDone) -> None:
+    if capture.ended:
+        capture.contradicts("it ends twice")
+    capture.done = done
+    length = sum(choice.length for choice in capture.choices.values())
+    if capture.events_seen < done.events and capture.events_seen:
+        capture.contradicts(f"it had {done.events} events, the last one here is {capture.events_seen}")
+    elif (capture.chunks_seen, length) != (done.chunk_count, done.total_text_len):
+        capture.contradicts(
+            f"it had {done.chunk_count} chunks of {done.total_text_len} characters, "
+            f"{capture.chunks_seen} of {length} are here"
+        )
+
+
+def add_response(capture: Capture, line: int, response: Response) -> None:
+    if capture.ended:
+        capture.contradicts("it ends twice")
+    capture.response = response
+    if response.response_id:
+        capture.response_ids.append(response.response_id)
+    for reply in response.choices:
+        choice = capture.choices.setdefault(reply.choice, Delivered())
+        for kind, text in (("reasoning", reply.reasoning), ("text", reply.text)):
+            if text:
+                choice.add_piece(kind, text, line)
+        for call in reply.calls:
+            choice.add_piece("tool_call", call.arguments, line)
+        choice.add_calls(reply.calls)
+        choice.add_ids(reply.token_ids)
+        choice.end(reply.finish_reason, reply.stop_reason)
+
+
+def add_row(request: EngineRequest, line: int, row: Row) -> None:
+    if not row.ids:
+        return
+    if row.first_index != len(request.ids) and request.contradiction is None:
+        what = "are missing" if row.first_index > len(request.ids) else "stand twice"
+        here = request.log.place(line)
+        request.contradiction = f"ids {what}: index {len(request.ids)} was due at {here}, found {row.first_index}"
+    request.row_starts.append(len(request.ids))
+    request.row_lines.append(line)
+    request.ids += row.ids
