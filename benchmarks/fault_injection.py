@@ -25,12 +25,14 @@ from sampler_hook.recorder import EngineRecorder, Sampled
 from sparseety.records import (
     AnyRecord,
     Chunk,
+    EngineStart,
     LogOpen,
     RequestParameters,
     RequestStart,
     Scope,
     Stamps,
     StreamDone,
+    TokenizerIdentity,
     Usage,
 )
 from verifier.findings import RequestVerdict, Severity, Verdict
@@ -179,6 +181,8 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
     )
     logs.add_file(Path("proxy"), enumerate(records, 1))
     engine: list[AnyRecord] = [replace_source(opening)]
+    identity = TokenizerIdentity(name="", vocab_size=max(tokenizer.table or {0: b""}) + 1)
+    engine.append(EngineStart(ts=1.0, vllm="0.32.0", model="m", tokenizer=identity))
     recorder = EngineRecorder(engine.append, lambda: 2.5)
     recorder.added(
         "e",
