@@ -9,13 +9,16 @@ from pathlib import Path
 
 import sparseety
 from sparseety.command import run_command
+from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
-from verifier import output
+from verifier import explain, output
 from verifier.findings import Report
-from verifier.run import verify
+from verifier.run import Case, verify
 from verifier.tokenizer import TokenizerShelf
 
 _EPILOG = """\
+verify-tokens explain ID PATH... shows one request in full.
+
 exit codes: 0 all passed; 1 a request failed; 2 wrong use; 3 nothing failed, but not all could be checked (nothing to
 check is 3, never 0); 4 input damaged beyond use; 70 a bug; 130 interrupted
 """
@@ -26,9 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    options = _parser().parse_args(argv)
-    given = options.tokenizer or [Path(p) for p in [os.environ.get("SPARSEETY_VERIFY_TOKENIZER")] if p]
-    report = verify(find_logs(options.paths), TokenizerShelf(given))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["explain"]:
+        return _explain(_explain_parser().parse_args(arguments[1:]))
+    options = _parser().parse_args(arguments)
+    report = verify(find_logs(options.paths), _shelf(options))
     exit_code = report.exit_code(options.min_coverage)
     for line in [*output.problem_lines(report), *report.notes]:
         print(f"note: {output.printable(line)}", file=sys.stderr)
@@ -39,6 +44,38 @@ def _main(argv: Sequence[str] | None) -> int:
     return exit_code
 
 
+def _explain(options: argparse.Namespace) -> int:
+    """Everything about one request."""
+    report = Report()
+    case = Case(find_logs(options.paths), _shelf(options), report)
+    wanted = [capture for capture in case.captures() if explain.is_named(capture, options.request)]
+    if not wanted:
+        raise SparseetyError(f'no request "{options.request}" in these logs; -v lists all of them')
+    for capture in wanted:
+        verdict = case.judge(capture)
+        for line in explain.lines(capture, case.index.join(capture), verdict, case.tokenizer_of, options.show_text):
+            print(line)
+        report.verdicts.append(verdict)
+    return report.exit_code(1.0)
+
+
+def _shelf(options: argparse.Namespace) -> TokenizerShelf:
+    given = options.tokenizer or [Path(p) for p in [os.environ.get("SPARSEETY_VERIFY_TOKENIZER")] if p]
+    return TokenizerShelf(given)
+
+
+def _explain_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verify-tokens explain",
+        description="Show one request: its timing, each chunk beside its tokens, its checks.",
+    )
+    parser.add_argument(
+        "request", metavar="ID", help="the id in the reply, the proxy's UUID, or the client's X-Request-Id"
+    )
+    _common(parser)
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verify-tokens",
@@ -46,16 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="log folders, files or globs")
-    parser.add_argument(
-        "--tokenizer",
-        action="append",
-        type=Path,
-        metavar="PATH",
-        help="tokenizer.json, or the folder that holds it; may be given for each model served",
-    )
+    _common(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a request, then one for the whole")
-    parser.add_argument("--show-text", action="store_true", help="show the text and ids that findings are about")
     parser.add_argument("-v", "--verbose", action="store_true", help="list passes and information too")
     parser.add_argument("-q", "--quiet", action="store_true", help="print the sum only")
     parser.add_argument(
@@ -67,6 +96,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sparseety {sparseety.__version__}")
     return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="log folders, files or globs")
+    parser.add_argument(
+        "--tokenizer",
+        action="append",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json, or the folder that holds it; may be given for each model served",
+    )
+    parser.add_argument("--show-text", action="store_true", help="show the text and ids that it is about")
 
 
 def _share(text: str) -> float:

@@ -31,6 +31,7 @@ class Delivered:
     pieces: list[str] = field(default_factory=list)  # text-bearing deltas in wire order
     piece_lines: list[int] = field(default_factory=list)  # their lines in the log
     piece_kinds: list[str] = field(default_factory=list)  # text, reasoning or tool_call, for each piece
+    piece_times: list[float] = field(default_factory=list)  # when the proxy had each, Unix seconds
     length: int = 0  # code points of the pieces
     kinds: set[str] = field(default_factory=set)
     calls: dict[int, ToolCall] = field(default_factory=dict)  # tool calls by index, their parts joined
@@ -42,8 +43,9 @@ class Delivered:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def add_piece(self, kind: str, text: str, line: int) -> None:
+    def add_piece(self, kind: str, text: str, line: int, ts: float) -> None:
         self.pieces.append(text)
+        self.piece_times.append(ts)
         self.piece_kinds.append(kind)
         self.piece_lines.append(line)
         self.kinds.add(kind)
@@ -164,7 +166,7 @@ def add_chunk(capture: Capture, line: int, chunk: Chunk) -> None:
     choice = capture.choices.setdefault(chunk.choice, Delivered())
     if chunk.chunk_index is not None:
         capture.chunks_seen += 1
-        choice.add_piece(chunk.kind, chunk.delta_text, line)
+        choice.add_piece(chunk.kind, chunk.delta_text, line, chunk.ts)
         if chunk.delta_len not in (None, len(chunk.delta_text)):
             capture.contradicts("the text of a chunk was not recorded")
         elif (chunk.chunk_index, chunk.accumulated_len) != (len(choice.pieces), choice.length):
@@ -198,9 +200,9 @@ def add_response(capture: Capture, line: int, response: Response) -> None:
         choice = capture.choices.setdefault(reply.choice, Delivered())
         for kind, text in (("reasoning", reply.reasoning), ("text", reply.text)):
             if text:
-                choice.add_piece(kind, text, line)
+                choice.add_piece(kind, text, line, response.ts)
         for call in reply.calls:
-            choice.add_piece("tool_call", call.arguments, line)
+            choice.add_piece("tool_call", call.arguments, line, response.ts)
         choice.add_calls(reply.calls)
         choice.add_ids(reply.token_ids)
         choice.end(reply.finish_reason, reply.stop_reason)

@@ -11,29 +11,44 @@ from verifier.join import EngineIndex
 from verifier.judge import judge
 from verifier.logs import Log
 from verifier.orphans import judge_orphans
+from verifier.requests import Capture
 from verifier.tokenizer import NoTokenizer, Tokenizer, TokenizerShelf
 
 
 def verify(paths: Iterable[Path], shelf: TokenizerShelf) -> Report:
     """Judge every request in these logs. Raises SparseetyError where no tokenizer is there or a file is unreadable."""
     report = Report()
-    logs = _read(paths, report)
-    tokenizers = _find_tokenizers(logs, shelf)
+    case = Case(paths, shelf, report)
+    report.verdicts += [case.judge(capture) for capture in case.captures()]
+    report.verdicts += judge_orphans(case.logs, case.index.untaken())
+    report.verdicts += _missing(case.logs)
+    report.notes += [*case.logs.notes, *_notes(case.logs, report)]
+    return report
 
-    def tokenizer_of(log: Log) -> Tokenizer:
-        found = tokenizers.get(id(log))
+
+class Case:
+    """Logs that were read and joined, ready to judge."""
+
+    def __init__(self, paths: Iterable[Path], shelf: TokenizerShelf, report: Report) -> None:
+        """What is wrong with the files goes into `report`. Raises SparseetyError."""
+        self.logs = _read(paths, report)
+        self._tokenizers = _find_tokenizers(self.logs, shelf)
+        self._engine_logs = [log for log in self.logs.files if log.opening and log.opening.source == "engine"]
+        self.index = EngineIndex(self.logs.engine.values(), self.logs.captures.values())
+
+    def captures(self) -> list[Capture]:
+        """In the order in which they began."""
+        return sorted(self.logs.captures.values(), key=lambda capture: capture.start.ts if capture.start else 0.0)
+
+    def judge(self, capture: Capture) -> RequestVerdict:
+        return judge(capture, self.index.join(capture), self._engine_logs, self.tokenizer_of)
+
+    def tokenizer_of(self, log: Log) -> Tokenizer:
+        """Raises NoTokenizer."""
+        found = self._tokenizers.get(id(log))
         if isinstance(found, Tokenizer):
             return found
         raise found or NoTokenizer("its engine_start record is lost, and with it which tokenizer was served")
-
-    engine_logs = [log for log in logs.files if log.opening is not None and log.opening.source == "engine"]
-    index = EngineIndex(logs.engine.values(), logs.captures.values())
-    for capture in sorted(logs.captures.values(), key=lambda capture: capture.start.ts if capture.start else 0.0):
-        report.verdicts.append(judge(capture, index.join(capture), engine_logs, tokenizer_of))
-    report.verdicts += judge_orphans(logs, index.untaken())
-    report.verdicts += _missing(logs)
-    report.notes += [*logs.notes, *_notes(logs, report)]
-    return report
 
 
 def _read(paths: Iterable[Path], report: Report) -> Logs:
