@@ -18,6 +18,7 @@ def codes_in_the_code() -> set[str]:
         "EXACT",  # the absence of findings
         "SPARSEETY_VERIFY_TOKENIZER",
         "PLAIN",
+        "FILE",
         "SHARE",
         "PATH",
     }

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import sparseety
 from sparseety.command import run_command
 from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
-from verifier import explain, output
+from verifier import explain, exports, output
 from verifier.findings import Report
 from verifier.run import Case, verify
 from verifier.tokenizer import TokenizerShelf
@@ -35,6 +36,10 @@ def _main(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     report = verify(find_logs(options.paths), _shelf(options))
     exit_code = report.exit_code(options.min_coverage)
+    if options.junit:
+        exports.write(options.junit, exports.junit(report))
+    if options.prom_textfile:
+        exports.write(options.prom_textfile, exports.prometheus(report, exit_code, time.time()))
     for line in [*output.problem_lines(report), *report.notes]:
         print(f"note: {output.printable(line)}", file=sys.stderr)
     if options.json:
@@ -85,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _common(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a request, then one for the whole")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI too, without content")
+    parser.add_argument(
+        "--prom-textfile", type=Path, metavar="FILE", help="write gauges of this run for Prometheus' node exporter too"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="list passes and information too")
     parser.add_argument("-q", "--quiet", action="store_true", help="print the sum only")
     parser.add_argument(

@@ -53,6 +53,7 @@ class RequestVerdict:
     tokens: int = 0  # ids of these choices
     checked: int = 0  # of these, ids that were checked against the text
     endpoint: str | None = None
+    model: str | None = None  # as a logged engine serves it; None: no engine whose log is here does
     uuid: str | None = None
     ts: float | None = None
 

@@ -29,6 +29,9 @@ def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: To
         uuid=start.uuid if start else None,
         ts=start.ts if start else None,
     )
+    model = start.parameters.model if start and start.parameters else None
+    if any(_serves(log, model) for log in engine_logs):
+        result.model = model
     if out := _not_judged(capture):
         result.verdict, finding = out
         result.findings.append(finding)
@@ -192,11 +195,14 @@ def _obliged(log: Log, capture: Capture) -> bool:
         return False
     if log.lost_between(start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
         return False
-    model = start.parameters.model if start.parameters else None
-    if model is None or log.engine is None or model not in [*log.engine.served_names, log.engine.model]:
+    if not _serves(log, start.parameters.model if start.parameters else None):
         return False
     # Closed or not: after its end it had no duty.
     return log.opening.ts <= start.ts and ending.ts <= log.last_ts + CLOCK_SKEW
+
+
+def _serves(log: Log, model: str | None) -> bool:
+    return log.engine is not None and model in (*log.engine.served_names, log.engine.model)
 
 
 def _count_findings(capture: Capture, kept: list[tuple[int, int]], engine_logs: list[Log]) -> list[Finding]:
