@@ -11,6 +11,7 @@ from verifier.join import Capture, EngineRequest, Log
 _BROKEN_OFF = {
     "client_gone": "the client left",
     "upstream_broken": "the upstream broke off",
+    "upstream_timeout": "the upstream kept the proxy waiting for too long",
     "shutdown": "the proxy was stopped",
     "internal_error": "the proxy failed",
 }
@@ -102,7 +103,7 @@ def _protocol_findings(capture: Capture, parameters: RequestParameters) -> list[
     here = (place(capture.log.path, capture.line),)
     ending = capture.done or capture.response
     assert ending is not None  # _not_judged saw to it
-    if ending.outcome in ("upstream_broken", "shutdown", "internal_error"):
+    if ending.outcome in _BROKEN_OFF and ending.outcome != "client_gone":
         detail = f"{_BROKEN_OFF[ending.outcome]} before the reply's end; what came was checked"
         return [Finding("BROKEN_OFF", "protocol", Severity.UNKNOWN, detail, places=here)]
     if capture.error_events:
