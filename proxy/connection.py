@@ -41,7 +41,7 @@ class Timeouts:
 
 
 class Connection(asyncio.Protocol):
-    """Used by one request at a time: `begin`, `upload`, `head`, then `read` or `push`, then `reusable` or `abort`."""
+    """Used by one request at a time: `send`, `head`, then `read` or `push`, then `reusable` or `abort`."""
 
     def __init__(self, timeouts: Timeouts, on_lost: Callable[["Connection"], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._complete = True  # no exchange yet: whatever arrives is not ours
 
     def _reset(self, *, head_only: bool) -> None:
+        self._head = b""  # of the request, while it is not written
         self._head_only = head_only  # the request was HEAD: its reply has no body whatever its head says
         self._sent = False  # the request, wholly
         self._uploading: asyncio.Task[None] | None = None
@@ -90,14 +91,23 @@ class Connection(asyncio.Protocol):
         usable = self._complete and self._keep_alive and self._sent
         return usable and not self.lost and not self._transport.is_closing()
 
-    def begin(self, head: bytes, *, head_only: bool) -> None:
+    def send(self, head: bytes, body: AsyncIterable[bytes], length: int | None, *, head_only: bool) -> None:
+        """Begin a request; its body goes out beside what follows. length: of the body, None: chunked.
+
+        Raises what the beginning of `body` raises.
+        """
         self._reset(head_only=head_only)
         self._resume_reading()
-        self._transport.write(head)
-
-    def upload(self, body: AsyncIterable[bytes], length: int | None) -> None:
-        """Send the request's body, beside what follows; length: of the body, None: chunked. Raises what `body` does."""
+        self._head = head
         self._uploading = run(self._upload(body, length), self._loop, self.fail)
+        self._write(b"")
+
+    def _write(self, data: bytes) -> None:
+        """Write the head together with what is there of the body: usually all of it, in one packet."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        if data:
+            self._transport.write(data)
 
     async def _upload(self, body: AsyncIterable[bytes], length: int | None) -> None:
         left = length or 0
@@ -110,11 +120,11 @@ class Connection(asyncio.Protocol):
                 data = b"%x\r\n%b\r\n" % (len(data), data)
             elif (left := left - len(data)) < 0:
                 raise httpx.LocalProtocolError("more body than the content-length says")
-            self._transport.write(data)
+            self._write(data)
             if self._drained is not None:
                 await self._drained
         if length is None:
-            self._transport.write(b"0\r\n\r\n")
+            self._write(b"0\r\n\r\n")
         elif left:
             raise httpx.LocalProtocolError("less body than the content-length says")
         self._sent = True
@@ -210,7 +220,8 @@ class Connection(asyncio.Protocol):
         if self._complete:
             self.abort()  # belongs to no request, so the reply to the next one could not be trusted
             return
-        self._last_read = self._loop.time()
+        if self._timer is not None:
+            self._last_read = self._loop.time()
         self._overhead += len(data)
         had_head, broken = self.status, None
         try:

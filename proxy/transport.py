@@ -34,8 +34,7 @@ class Transport(httpx.AsyncBaseTransport):
         head, length = _head(request)
         connection = self._reuse() or await self._connect()
         try:
-            connection.begin(head, head_only=request.method == "HEAD")
-            connection.upload(request.stream, length)
+            connection.send(head, request.stream, length, head_only=request.method == "HEAD")
             await connection.head()
         except BaseException:
             connection.abort()

@@ -1,6 +1,7 @@
 """The way to the server behind: one httpx transport, given raw requests so that nothing is added to them."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 
 import httpx
@@ -28,18 +29,18 @@ class Upstream:
     """Sends requests to one server and returns replies whose body is still on its way."""
 
     def __init__(
-        self, url: str, *, timeouts: Timeouts | None = None, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
-        """transport: another than the project's own, such as httpx's, with which tests compare it."""
+        """transport: another than the project's own, such as httpx's, with which tests compare it.
+
+        ssl_context: for https; None: the system's certificates.
+        """
         self._url = httpx.URL(url)
-        self._timeouts = timeouts or Timeouts()
-        self._transport = transport or Transport(self._url, timeouts=self._timeouts)
-        self._extension = {
-            "connect": self._timeouts.connect,
-            "write": self._timeouts.write,
-            "read": self._timeouts.first_byte,
-            "pool": None,
-        }
+        self._transport = transport or Transport(self._url, timeouts=timeouts, ssl_context=ssl_context)
         self.authority = self._url.netloc
 
     async def send(self, method: str, target: bytes, headers: HeaderList, body: AsyncIterator[bytes]) -> httpx.Response:
@@ -53,7 +54,7 @@ class Upstream:
             self._url,
             headers=list(headers),
             stream=_Body(body),
-            extensions={"target": target, "timeout": self._extension},
+            extensions={"target": target},
         )
         return await self._transport.handle_async_request(request)
 
