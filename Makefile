@@ -36,7 +36,7 @@ demo-vllm: $(INSTALLED) install-vllm ## the demo with a real vLLM on the CPU (in
 	$(BIN)/python -m deploy.demo.run --vllm $(VLLM_VENV) --model $(VLLM_MODEL)
 
 test-vllm: $(INSTALLED) install-vllm ## the tests that need a real vLLM
-	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm
+	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm -rP
 
 install-vllm: check-python
 	PYTHON=$(PYTHON) deploy/vllm_cpu/install.sh $(VLLM_VENV) $(VLLM_MODEL)

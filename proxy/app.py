@@ -1,20 +1,17 @@
 """The ASGI application of port 9000: wholly the upstream's, without a path of its own."""
 
 from proxy.asgi import Receive, Scope, Send
-from proxy.metrics import Counters
 from proxy.recording import Recorder
 from proxy.relay import Relay
 from proxy.upstream import Upstream
-from sparseety.clock import Clock
-from sparseety.logfile import LogWriter
 
 
 class ProxyApp:
     """Raw ASGI: a framework would answer some paths itself, and would re-emit what it relays."""
 
-    def __init__(self, upstream: Upstream, writer: LogWriter, clock: Clock, counters: Counters) -> None:
+    def __init__(self, upstream: Upstream, recorder: Recorder) -> None:
         self.upstream = upstream
-        self.relay = Relay(upstream, Recorder(writer, clock, counters), counters, clock)
+        self.relay = Relay(upstream, recorder, recorder.counters, recorder.clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -9,20 +9,37 @@ from dataclasses import dataclass
 from proxy import headers as header_lists
 from proxy.events import EventReader
 from proxy.headers import HeaderList
+from proxy.inflate import Bounds, CannotInflate, Inflater
 from proxy.request import read_parameters
-from sparseety.chunks import ReplyBody, Unreadable, read_reply
-from sparseety.records import AnyRecord, Endpoint, Gap, Outcome, RequestStart, Response, Stamps, StreamDone
-from sparseety.sse import EventTooLarge
+from proxy.secrets import Secrets
+from sparseety.chunks import ReplyBody, Unreadable
+from sparseety.dialects import DIALECTS
+from sparseety.records import (
+    AnyRecord,
+    Endpoint,
+    Gap,
+    Outcome,
+    RequestStart,
+    Response,
+    Stamps,
+    StreamDone,
+)
 
-ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How much of a body is copied. What is forwarded has no limit."""
 
-    body_bytes: int = 32 << 20  # of a request, or of a reply that is no event stream
+    body_bytes: int = 32 << 20  # of a request, or of a reply that is no event stream; inflated, if it is compressed
     event_bytes: int = 1 << 20  # of one event of a stream
+    stream_bytes: int = 1 << 30  # that a compressed stream inflates to; one that is not compressed has no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +47,7 @@ class RequestHead:
     method: str
     path: str  # percent-decoded as the server behind does it to find its endpoint; without the query
     headers: HeaderList
+    query: bytes = b""  # to know the credentials in it; never recorded
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -37,24 +55,43 @@ class RequestHead:
 
 
 class _Copy:
-    """A copy of a body, given up where it passes its limit."""
+    """A copy of a body, inflated where it is compressed, and given up where that fails or it passes its limit."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, coding: str | None) -> None:
         self._parts: list[bytes] = []
         self._limit, self._size = limit, 0
+        self._inflater: Inflater | None = None
+        self.given_up: str | None = None  # why there is no copy
+        if coding is not None:
+            try:
+                self._inflater = Inflater(coding, Bounds(limit))
+            except CannotInflate as error:
+                self.given_up = str(error)
 
     def add(self, data: bytes) -> None:
+        if self.given_up:
+            return
+        if self._inflater:
+            try:
+                data = self._inflater.feed(data)
+            except CannotInflate as error:
+                self._give_up(str(error))
         self._size += len(data)
-        if self.complete:
+        if self._size > self._limit:
+            self._give_up(f"body of more than {self._limit} bytes")
+        if not self.given_up:
             self._parts.append(data)
-        else:
-            self._parts.clear()
 
-    @property
-    def complete(self) -> bool:
-        return self._size <= self._limit
+    def _give_up(self, reason: str) -> None:
+        self.given_up = self.given_up or reason
+        self._parts.clear()
 
-    def take(self) -> bytes:
+    def take(self) -> bytes | None:
+        """The whole body; None: there is no copy, and `given_up` says why."""
+        if self._inflater and not self._inflater.over:
+            self._give_up("the compressed body is cut off")
+        if self.given_up:
+            return None
         data = b"".join(self._parts)
         self._parts.clear()
         return data
@@ -67,16 +104,18 @@ class RequestCapture:
         """number: the log writer's own request number. arrived: when the head was there."""
         self._number, self._uuid, self._head, self._arrived, self._limits = number, uuid, head, arrived, limits
         self._endpoint = head.endpoint
-        self._request: _Copy | None = _Copy(limits.body_bytes) if self._endpoint else None
+        self._secrets = Secrets(head.headers, head.query)
+        coding = header_lists.content_coding(head.headers)
+        self._request: _Copy | None = _Copy(limits.body_bytes, coding) if self._endpoint else None
         self._started = False  # request_start has been returned
         self._sent: float | None = None
         self._headers_at: float | None = None
         self._first_chunk: float | None = None
         self._status: int | None = None
-        self._coding: str | None = None
+        self._inflater: Inflater | None = None  # of an event stream; None: it is not compressed
         self._stream: EventReader | None = None  # None: the reply is no event stream
         self._readable = True  # False: an event stream that is forwarded and not read (any more); a gap has said why
-        self._reply = _Copy(limits.body_bytes)
+        self._reply = _Copy(limits.body_bytes, None)
         self._reads, self._bytes, self._hash = 0, 0, hashlib.sha256()
 
     # ---------------------------------------------------------------------------------------------- the request
@@ -86,23 +125,24 @@ class RequestCapture:
         if self._request is None:
             return []
         self._request.add(data)
-        if self._request.complete:
+        if not self._request.given_up:
             return []
-        self._request = None
-        return [*self._start(), self._gap(ts, f"request body of more than {self._limits.body_bytes} bytes")]
+        return self._start(ts)
 
     def request_ended(self, ts: float) -> list[AnyRecord]:
         """The request's last byte has been handed to the upstream connection."""
         self._sent = ts
-        return self._start(complete=True)
+        return self._start(ts, complete=True)
 
-    def _start(self, *, complete: bool = False) -> list[AnyRecord]:
+    def _start(self, ts: float, *, complete: bool = False) -> list[AnyRecord]:
+        """What was sent is known as far as it ever will be; complete: the body has come to its end."""
         if self._started:
             return []
         self._started = True
         copy, self._request = self._request, None
+        body = copy.take() if copy and complete else None
         headers = self._head.headers
-        return [
+        records: list[AnyRecord] = [
             RequestStart(
                 ts=self._arrived,
                 capture=self._number,
@@ -112,24 +152,29 @@ class RequestCapture:
                 endpoint=self._endpoint,
                 x_request_id=_text(header_lists.get(headers, b"x-request-id")),
                 session=_text(header_lists.get(headers, b"x-session-id")),
-                parameters=read_parameters(copy.take(), self._endpoint)
-                if copy and complete and self._endpoint
-                else None,
+                parameters=read_parameters(body, self._endpoint) if body and self._endpoint else None,
             )
         ]
+        if copy and copy.given_up:
+            records.append(self._gap(ts, f"request: {copy.given_up}"))
+        return records
 
     # ------------------------------------------------------------------------------------------------ the reply
 
     def reply_head(self, status: int, headers: HeaderList, ts: float) -> list[AnyRecord]:
-        records = self._start()  # the server may answer before it has read the whole request
+        records = self._start(ts)  # the server may answer before it has read the whole request
         self._status, self._headers_at = status, ts
-        self._coding = header_lists.content_coding(headers)
-        if header_lists.is_event_stream(headers):
-            parse = self._endpoint is not None
-            self._stream = EventReader(self._number, parse=parse, max_event_bytes=self._limits.event_bytes)
-            if self._coding:
-                self._readable = False
-                records.append(self._gap(ts, f"event stream in content coding {self._coding}"))
+        coding = header_lists.content_coding(headers)
+        if not header_lists.is_event_stream(headers):
+            self._reply = _Copy(self._limits.body_bytes, coding)
+            return records
+        dialect = DIALECTS[self._endpoint] if self._endpoint else None
+        self._stream = EventReader(self._number, dialect, self._limits.event_bytes, self._secrets.clean)
+        if coding:
+            try:
+                self._inflater = Inflater(coding, Bounds(self._limits.stream_bytes))
+            except CannotInflate as error:
+                records.extend(self._unreadable(error, ts))
         return records
 
     def reply_body(self, data: bytes, ts: float) -> list[AnyRecord]:
@@ -138,7 +183,8 @@ class RequestCapture:
             self._first_chunk = ts
         self._reads += 1
         self._bytes += len(data)
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             if self._endpoint:
                 self._hash.update(data)
                 self._reply.add(data)
@@ -146,15 +192,22 @@ class RequestCapture:
         self._hash.update(data)
         if not self._readable:
             return []
-        try:
-            return list(self._stream.feed(data, self._reads, ts))
-        except EventTooLarge as error:
-            self._readable = False
-            return [self._gap(ts, str(error))]
+        if self._inflater:
+            try:
+                data = self._inflater.feed(data)
+            except CannotInflate as error:
+                return self._unreadable(error, ts)
+        return list(stream.feed(data, self._reads, ts))
+
+    def _unreadable(self, error: CannotInflate, ts: float) -> list[AnyRecord]:
+        """The rest of this stream is forwarded, counted and hashed, but not read."""
+        self._readable = False
+        return [self._gap(ts, f"event stream: {error}")] if self._endpoint else []
 
     def ended(self, outcome: Outcome, ts: float, error: str | None = None) -> list[AnyRecord]:
         """The request is over, in whatever way. To be called once, last."""
-        records = self._start()
+        records = self._start(ts)
+        error = self._secrets.clean_text(error)
         if self._stream is None or self._status is None:
             return [*records, self._response(outcome, ts, error)]
         if self._readable:
@@ -205,12 +258,11 @@ class RequestCapture:
             return nothing, f"status {self._status}"
         if outcome != "complete":
             return nothing, "cut off"
-        if self._coding:
-            return nothing, f"content coding {self._coding}"
-        if not self._reply.complete:
-            return nothing, f"body of more than {self._limits.body_bytes} bytes"
+        body = self._reply.take()
+        if body is None:
+            return nothing, self._reply.given_up
         try:
-            return read_reply(self._reply.take()), None
+            return DIALECTS[self._endpoint].read_reply(body), None
         except Unreadable as error:
             return nothing, str(error)
 

@@ -1,148 +1,294 @@
-"""Settings of the proxy: flag > environment > default."""
+"""Settings of the proxy: flag > environment > sparseety.toml > default. Every value knows where it came from."""
 
 import argparse
-import ipaddress
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
+from pydantic_settings.sources import PydanticBaseSettingsSource
 
 import sparseety
+from proxy import values
+from proxy.values import Address
+from sparseety.command import run_command
 from sparseety.errors import SparseetyError
 
 PREFIX = "SPARSEETY_PROXY_"
+TABLE = "proxy"  # of sparseety.toml
+DEFAULT_FILE = Path("sparseety.toml")
+
+_Address = Annotated[Address, BeforeValidator(values.read_address)]
+_Url = Annotated[str, BeforeValidator(values.read_url)]
+_Switch = Annotated[bool, BeforeValidator(values.read_switch)]
+_Count = Annotated[int, BeforeValidator(values.read_count)]
+_Seconds = Annotated[float, BeforeValidator(values.read_seconds)]
+_SomeSeconds = Annotated[float, BeforeValidator(values.read_some_seconds)]
+_Limit = Annotated[float | None, BeforeValidator(values.read_limit)]
+_Bytes = Annotated[int, BeforeValidator(values.read_bytes)]
+
+
+def _setting(default: Any, metavar: str | None, text: str, *, secret: bool = False) -> Any:
+    """metavar None: a switch. secret: no flag, for everyone on the machine can read those."""
+    return Field(default=default, description=text, json_schema_extra={"metavar": metavar, "secret": secret})
+
+
+class ProxyConfig(BaseModel):
+    """All settings, checked one by one; `read_config` also checks what they are together.
+
+    The ports are part of addresses, and nothing here ends in _port: Kubernetes sets SPARSEETY_PROXY_PORT by itself, to
+    a URL, wherever there is a service of the name sparseety-proxy.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    listen: _Address = _setting(Address("127.0.0.1", 9000), "HOST:PORT", "where clients connect")
+    admin: _Address = _setting(
+        Address("127.0.0.1", 9001), "HOST:PORT", "where /healthz, /readyz, /metrics and /streams are"
+    )
+    upstream: _Url = _setting("http://127.0.0.1:8000", "URL", "the server to relay to")
+    upstream_ca: Path | None = _setting(
+        None, "FILE", "certificates (PEM) that an https upstream is checked against, instead of the system's"
+    )
+    workers: _Count = _setting(1, "N", "processes that relay; each writes a log file of its own")
+    allow_remote: _Switch = _setting(False, None, "allow addresses that other machines can reach")
+    admin_token: SecretStr | None = _setting(
+        None, None, "what the admin port asks for; needed where other machines can reach it", secret=True
+    )
+    exclusive: _Switch = _setting(
+        False, None, "state in the log that all requests of the upstream pass through this proxy"
+    )
+
+    timeout_connect: _SomeSeconds = _setting(5.0, "TIME", "for a connection to the upstream")
+    timeout_write: _Limit = _setting(30.0, "TIME", "without the upstream taking a byte of a request")
+    timeout_first_byte: _Limit = _setting(None, "TIME", "from the request to the head of its reply")
+    timeout_idle: _Limit = _setting(None, "TIME", "between two reads of a reply")
+    drain_delay: _Seconds = _setting(0.0, "TIME", "after a stop: how long to serve on, not ready, before closing")
+    drain_seconds: _Seconds = _setting(30.0, "TIME", "after that: how long open requests may go on")
+
+    log_dir: Path = _setting(Path("logs"), "FOLDER", "where the capture log is written")
+    capture: _Switch = _setting(True, None, "record what passes; --no-capture: relay only")
+    log_segment_bytes: _Bytes = _setting(256 << 20, "SIZE", "of a log file, after which a new one begins")
+    log_segment_seconds: _SomeSeconds = _setting(900.0, "TIME", "of a log file, after which a new one begins")
+    log_total_bytes: _Bytes = _setting(20 << 30, "SIZE", "of all log files; the oldest closed ones go first")
+    log_min_free_bytes: _Bytes = _setting(5 << 30, "SIZE", "left free on the disk: below it nothing is recorded")
+    log_compress: _Switch = _setting(True, None, "compress closed log files, where zstandard is installed")
+    capture_body_bytes: _Bytes = _setting(32 << 20, "SIZE", "of a body that is copied; what is relayed has no limit")
+    capture_event_bytes: _Bytes = _setting(1 << 20, "SIZE", "of one stream event that is read")
+    protect: _Switch = _setting(True, None, "pause the capture while its own cost delays the relay")
+    protect_lag: _SomeSeconds = _setting(0.02, "TIME", "a delay by the capture that is too much")
+    protect_after: _Seconds = _setting(30.0, "TIME", "how long it may last before the capture pauses")
+
+    @field_validator("admin_token")
+    @classmethod
+    def _without_newline(cls, token: SecretStr | None) -> SecretStr | None:
+        return token and SecretStr(values.read_secret(token.get_secret_value()))
+
+    # The settings of other parts, by the names of those parts' own parameters.
+
+    def timeouts(self) -> dict[str, float | None]:
+        return {name: getattr(self, f"timeout_{name}") for name in ("connect", "write", "first_byte", "idle")}
+
+    def rotation(self) -> dict[str, Any]:
+        names = ("segment_bytes", "segment_seconds", "total_bytes", "min_free_bytes", "compress")
+        return {name: getattr(self, f"log_{name}") for name in names}
+
+    def limits(self) -> dict[str, int]:
+        return {"body_bytes": self.capture_body_bytes, "event_bytes": self.capture_event_bytes}
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    host: str
-    port: int  # 0: any free one
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+class Loaded:
+    config: ProxyConfig
+    origins: dict[str, str]  # setting -> flag, variable, or file:line; absent: the default
+    file: Path | None  # what was read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProxyConfig:
-    listen: Address = Address("127.0.0.1", 9000)
-    admin: Address = Address("127.0.0.1", 9001)
-    upstream: str = "http://127.0.0.1:8000"
-    log_dir: Path = Path("logs")
-    drain_seconds: float = 30.0
-    allow_remote: bool = False
-    exclusive: bool = False
+class _Settings(ProxyConfig, BaseSettings):
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=PREFIX,
+        env_ignore_empty=True,  # an empty variable is one that is not set
+        enable_decoding=False,  # a value is what it says, not JSON
+    )
 
 
-# Each parser raises ValueError with the words that follow `NAME="value" `.
+def read_config(argv: Sequence[str]) -> ProxyConfig:
+    return load_config(argv).config
 
 
-def _address(value: str) -> Address:
-    host, separator, port = value.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError("is not HOST:PORT; example: 127.0.0.1:9000")
-    return Address(host, int(port))
-
-
-def _url(value: str) -> str:
+def load_config(argv: Sequence[str]) -> Loaded:
+    """Raises SparseetyError on what cannot be used, SystemExit on flags that do not exist, and for --help."""
+    flags = {name: value for name, value in vars(_parser().parse_args(argv)).items() if value is not None}
+    file = _file(flags.pop("config", None))
+    table, lines = _read_file(file) if file else ({}, {})
+    sources: list[tuple[PydanticBaseSettingsSource, dict[str, str]]] = [
+        (InitSettingsSource(_Settings, flags), {name: _flag(name, value) for name, value in flags.items()}),
+        (EnvSettingsSource(_Settings), {name: PREFIX + name.upper() for name in ProxyConfig.model_fields}),
+        (InitSettingsSource(_Settings, table), {name: f"{file}:{line}" for name, line in lines.items()}),
+    ]
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, names in sources:
+        for name, value in source().items():
+            if name not in merged:
+                merged[name], origins[name] = value, names[name]
     try:
-        url = urlsplit(value)
-        usable = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ValueError("is not a URL; example: http://vllm:8000")
-    if url.username is not None or url.password is not None:
-        raise ValueError("holds credentials; clients bring their own, which pass through")
-    if url.path not in ("", "/") or url.query or url.fragment:
-        raise ValueError("has a path; give scheme, host and port, for the clients' paths pass through unchanged")
-    return f"{url.scheme}://{url.netloc}"
+        config = ProxyConfig.model_validate(merged)
+    except ValidationError as error:
+        raise SparseetyError(_words(error, origins)) from None
+    _check_together(config, origins)
+    return Loaded(config, origins, file)
 
 
-def _seconds(value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise ValueError("is not a number of seconds; example: 30")
-    return seconds
+def _words(error: ValidationError, origins: dict[str, str]) -> str:
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    reason = str(first.get("ctx", {}).get("error") or f"cannot be used: {first['msg']}")
+    if _extra(name, "secret"):
+        return f"{origins[name]} {reason}"
+    in_file = f": {name}" if ":" in origins[name] else ""
+    return f'{origins[name]}{in_file}="{values.show(first["input"])}" {reason}'
 
 
-def _switch(value: str) -> bool:
-    if value.lower() in ("1", "true", "yes", "on"):
-        return True
-    if value.lower() in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("is neither true nor false; example: true")
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    parse: Callable[[str], Any]
-    metavar: str | None  # None: a switch
-    help: str
-
-
-# The ports are part of addresses, and nothing here ends in _PORT: Kubernetes sets SPARSEETY_PROXY_PORT by itself, to a
-# URL, wherever there is a service of the name sparseety-proxy.
-_SETTINGS = {
-    "listen": _Setting(_address, "HOST:PORT", "where clients connect (default: 127.0.0.1:9000)"),
-    "admin": _Setting(_address, "HOST:PORT", "where /healthz, /readyz and /metrics are (default: 127.0.0.1:9001)"),
-    "upstream": _Setting(_url, "URL", "the server to relay to (default: http://127.0.0.1:8000)"),
-    "log_dir": _Setting(Path, "FOLDER", "where the capture log is written (default: logs)"),
-    "drain_seconds": _Setting(_seconds, "SECONDS", "how long open requests may go on after a stop (default: 30)"),
-    "allow_remote": _Setting(_switch, None, "allow addresses that other machines can reach"),
-    "exclusive": _Setting(_switch, None, "state in the log that all requests of the upstream pass through this proxy"),
-}
-
-
-def read_config(argv: Sequence[str], environ: Mapping[str, str]) -> ProxyConfig:
-    """Raises SparseetyError on a value that cannot be used, SystemExit on flags that do not exist, and for --help."""
-    flags = vars(_parser().parse_args(argv))
-    values: dict[str, Any] = {}
-    for name, setting in _SETTINGS.items():
-        flag, variable = _flag(name), PREFIX + name.upper()
-        origin, value = (flag, flags[name]) if flags[name] is not None else (variable, environ.get(variable))
-        if not value:
-            continue  # an empty variable is one that is not set
-        try:
-            values[name] = setting.parse(value)
-        except ValueError as error:
-            raise SparseetyError(f'{origin}="{value}" {error}') from None
-    config = ProxyConfig(**values)
+def _check_together(config: ProxyConfig, origins: dict[str, str]) -> None:
     for name, address in (("listen", config.listen), ("admin", config.admin)):
         if not address.loopback and not config.allow_remote:
             raise SparseetyError(
-                f"{_flag(name)} {address} can be reached from other machines, and no password is asked for there; "
-                "add --allow-remote if that is meant"
+                f"{origins[name]}: {address} can be reached from other machines, and "
+                + ("no password is asked for there; " if name == "listen" else "tells them what the proxy does; ")
+                + "add --allow-remote if that is meant"
             )
-    return config
+    if not config.admin.loopback and not config.admin_token:
+        raise SparseetyError(
+            f"{origins['admin']}: {config.admin} can be reached from other machines and needs a token; "
+            f"set {PREFIX}ADMIN_TOKEN to one that only your monitoring knows"
+        )
+    if config.upstream_ca and not config.upstream.startswith("https:"):
+        raise SparseetyError(f"{origins['upstream_ca']}: certificates, but the upstream {config.upstream} is not https")
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+# ----------------------------------------------------------------------------------------------------- the file
+
+
+def _file(given: str | None) -> Path | None:
+    if given is None:
+        return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+    return Path(given)
+
+
+def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The table of the proxy, and the line of each of its keys. Raises SparseetyError."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        whole = tomllib.loads(text)
+    except OSError as error:
+        raise SparseetyError(f"{file}: {error.strerror}; --config names the file with the settings") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SparseetyError(f"{file}: not TOML: {error}") from None
+    _refuse_unknown(whole, [TABLE], "table", lambda name: f"{file}:{_lines(text, ()).get(name, 1)}")
+    table = whole.get(TABLE, {})
+    if not isinstance(table, dict):
+        raise SparseetyError(f"{file}: {TABLE} is no table; write [{TABLE}] and the settings below it")
+    lines = _lines(text, (TABLE,))
+    _refuse_unknown(table, list(ProxyConfig.model_fields), "setting", lambda name: f"{file}:{lines[name]}")
+    return table, lines
+
+
+def _refuse_unknown(found: Iterable[str], known: list[str], kind: str, where: Callable[[str], str]) -> None:
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+            hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
+            raise SparseetyError(f'{where(name)}: no {kind} "{name}"; {hint}')
+
+
+def _lines(text: str, path: tuple[str, ...]) -> dict[str, int]:
+    """The line, from 1, on which each key of a table begins: where the text up to there first parses with it."""
+    found: dict[str, int] = {}
+    begin = 1
+    whole = text.split("\n")
+    for number in range(1, len(whole) + 1):
+        try:
+            table: Any = tomllib.loads("\n".join(whole[:number]))
+        except tomllib.TOMLDecodeError:
+            continue  # inside a value of several lines
+        for name in path:
+            table = table.get(name, {})
+        for key in table:
+            found.setdefault(key, begin)
+        begin = number + 1
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- the flags
+
+
+def _flag(name: str, value: object = None) -> str:
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
+
+
+def _extra(name: str, what: str) -> Any:
+    extra = ProxyConfig.model_fields[name].json_schema_extra
+    assert isinstance(extra, dict)
+    return extra[what]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sparseety-proxy",
         description="Relay an OpenAI-compatible server byte for byte and record what its clients receive.",
-        epilog=f"Each setting may also come from the environment, as {PREFIX}LISTEN and so on; flags come first.",
+        epilog=f"Each setting may also come from the environment, as {PREFIX}LISTEN and so on, or from the table "
+        f"[{TABLE}] of {DEFAULT_FILE}, as listen and so on; flags come first, then the environment. `sparseety config "
+        "show` tells what holds. Times: 30, 30s, 15min, none. Sizes: 1048576, 256MiB, 20GiB.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sparseety-proxy {sparseety.__version__}")
-    for name, setting in _SETTINGS.items():
-        if setting.metavar is None:
-            parser.add_argument(_flag(name), action="store_const", const="true", help=setting.help)
+    parser.add_argument("--config", metavar="FILE", help=f"settings (default: {DEFAULT_FILE}, if it is there)")
+    for name, field in ProxyConfig.model_fields.items():
+        metavar, text = _extra(name, "metavar"), f"{field.description} (default: {show_value(name, field.default)})"
+        if _extra(name, "secret"):
+            continue
+        if metavar is None:
+            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            parser.add_argument(_flag(name), metavar=setting.metavar, help=setting.help)
+            parser.add_argument(_flag(name), metavar=metavar, help=text)
     return parser
+
+
+def show_value(name: str, value: Any) -> str:
+    """A value for people: no secret is among them."""
+    if _extra(name, "secret"):
+        return "(set)" if value else "none"
+    match _extra(name, "metavar"):
+        case "TIME":
+            return values.show_seconds(value)
+        case "SIZE":
+            return values.show_bytes(value)
+    return values.show(value)
+
+
+def show_config(argv: list[str] | None = None) -> int:
+    """The command `sparseety config`."""
+    return run_command(lambda: _show_config(sys.argv[1:] if argv is None else argv))
+
+
+def _show_config(argv: list[str]) -> int:
+    if argv[:1] != ["show"]:
+        print("usage: sparseety config show [--config FILE] [FLAGS OF sparseety-proxy]", file=sys.stderr)
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    loaded = load_config(argv[1:])
+    rows = [
+        (name, show_value(name, getattr(loaded.config, name)), loaded.origins.get(name, "default"))
+        for name in ProxyConfig.model_fields
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, origin in rows:
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    return 0

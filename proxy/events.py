@@ -1,20 +1,25 @@
 """Turn the bytes of an event stream into `chunk` records. No socket, no clock, no asyncio."""
 
-from typing import Any
+from collections.abc import Callable
 
-from sparseety.chunks import DONE, Part, Unreadable, read_chunk
-from sparseety.records import Chunk, Kind, Usage
+from sparseety.chunks import ChunkBody, Part, Unreadable
+from sparseety.dialects import DONE, Dialect
+from sparseety.records import Chunk, Gap, Kind, Usage
 from sparseety.sse import SseEvent, SseSplitter, read_fields
 
 
 class EventReader:
     """Reads one stream and keeps its sums. Nothing that the events hold makes it raise."""
 
-    def __init__(self, capture: int, *, parse: bool, max_event_bytes: int) -> None:
-        """parse=False: events are counted, not read; there are no records."""
-        self._capture, self._parse = capture, parse
+    def __init__(
+        self, capture: int, dialect: Dialect | None, max_event_bytes: int, clean: Callable[[bytes], bytes] = bytes
+    ) -> None:
+        """dialect=None: events are counted, not read; there are no records. clean: frees raw forms of credentials."""
+        self._capture, self._dialect = capture, dialect
+        self._max_event_bytes, self._clean = max_event_bytes, clean
         self._splitter = SseSplitter(max_event_bytes)
         self._counts: dict[int, tuple[int, int]] = {}  # choice -> (text-bearing records, code points)
+        self._content_len = 0  # code points of kind text
         self._response_id: str | None = None
         self._read_number, self._read_at = 0, 0.0
         self.events = 0
@@ -25,91 +30,120 @@ class EventReader:
         self.first_token: float | None = None
         self.last_token: float | None = None
 
-    def feed(self, data: bytes, read: int, ts: float) -> list[Chunk]:
-        """The records of the events that this read completes; read: its number, from 1.
-
-        Raises EventTooLarge; then no more can be read.
-        """
+    def feed(self, data: bytes, read: int, ts: float) -> list[Chunk | Gap]:
+        """The records of the events that this read completes; read: its number, from 1."""
         self._read_number, self._read_at = read, ts
         return self._records(self._splitter.feed(data))
 
-    def close(self) -> list[Chunk]:
+    def close(self) -> list[Chunk | Gap]:
         """The stream has ended: the record of the event it was cut off in, if any."""
         return self._records(self._splitter.close())
 
-    def _records(self, events: list[SseEvent]) -> list[Chunk]:
-        if self._parse:
-            return [chunk for event in events for chunk in self._read(event)]
-        self.events += len(events)
-        return []
-
-    def _read(self, event: SseEvent) -> list[Chunk]:
-        self.events += 1
-        if not event.complete:
-            return [self._chunk("unparsed", **_raw(event))]
-        fields = read_fields(event)
-        if fields.data is None:
-            return [self._chunk("comment" if fields.comments else "control", **_raw(event))]
-        # An event's name and a comment inside it have no field of their own.
-        raw = _raw(event) if fields.name or fields.comments else {}
-        if fields.data == DONE:
-            self.end_marker = True
-            return [self._chunk("done", **raw)]
-        try:
-            body = read_chunk(fields.data)
-        except Unreadable:
-            return [self._chunk("unparsed", **_raw(event))]
-        if not raw and any(part.lossy for part in body.parts):
-            raw = _raw(event)
-        if body.usage is not None:
-            self.usage = body.usage
-        records = []
-        last = len(body.parts) - 1
-        for index, part in enumerate(body.parts):
-            extra: dict[str, Any] = self._text(part) if part.text else {}
-            if index == 0:
-                extra.update(raw)  # once an event, for it holds the whole of it
-                if body.response_id != self._response_id and body.response_id is not None:
-                    self._response_id = extra["response_id"] = body.response_id
-            records.append(
-                self._chunk(
-                    part.kind,
-                    choice=part.choice,
-                    delta_text=part.text,
-                    token_ids=part.token_ids,
-                    logprob_count=part.logprob_count,
-                    finish_reason=part.finish_reason,
-                    stop_reason=part.stop_reason,
-                    usage=body.usage if index == last else None,
-                    **extra,
-                )
-            )
+    def _records(self, events: list[SseEvent]) -> list[Chunk | Gap]:
+        records: list[Chunk | Gap] = []
+        if self._dialect is None:
+            self.events += len(events)
+            return records
+        for event in events:
+            self.events += 1
+            self._read(event, self._dialect, records)
         return records
 
-    def _text(self, part: Part) -> dict[str, Any]:
-        if self.first_token is None:
-            self.first_token = self._read_at
-        self.last_token = self._read_at
-        size = len(part.text)
-        index, accumulated = self._counts.get(part.choice, (0, 0))
-        self._counts[part.choice] = (index + 1, accumulated + size)
-        self.chunk_count += 1
-        self.total_text_len += size
-        return {"chunk_index": index + 1, "accumulated_len": accumulated + size}
+    def _read(self, event: SseEvent, dialect: Dialect, records: list[Chunk | Gap]) -> None:
+        if event.dropped:
+            reason = f"an event of more than {self._max_event_bytes} bytes ({event.dropped})"
+            records.append(Gap(ts=self._read_at, reason=reason, count=1, captures=[self._capture]))
+            return
+        if not event.complete:
+            records.append(self._raw("unparsed", event))
+            return
+        fields = read_fields(event)
+        data = fields.data
+        if data is None:
+            records.append(self._raw("error" if fields.error else "comment" if fields.comments else "control", event))
+            return
+        if data == DONE:
+            self.end_marker |= dialect.done
+            records.append(self._raw("done", event) if fields.name or fields.comments else self._chunk(Part("done")))
+            return
+        try:
+            body = dialect.read_chunk(data)
+        except Unreadable:
+            records.append(self._raw("error" if fields.name == b"error" else "unparsed", event))
+            return
+        self.end_marker |= body.end
+        if body.usage is not None:
+            self.usage = body.usage
+        # A name that the body does not imply and a comment inside the event have no field of their own.
+        lossy = fields.comments > 0 or (fields.name and fields.name != body.name.encode())
+        self._parts(body, event if lossy else None, event, records)
 
-    def _chunk(self, kind: Kind, **fields: Any) -> Chunk:
+    def _parts(self, body: ChunkBody, raw: SseEvent | None, event: SseEvent, records: list[Chunk | Gap]) -> None:
+        """One record for each part; what belongs to the event stands in one of them: raw and id first, usage last."""
+        parts = body.parts
+        if raw is None and (any(part.lossy for part in parts) or body.said not in (None, self._content_len)):
+            raw = event
+        response_id = body.response_id
+        if response_id == self._response_id:
+            response_id = None
+        elif response_id is not None:
+            self._response_id = response_id
+        for part in parts[:-1]:
+            records.append(self._chunk(part, None, response_id, raw))
+            response_id = raw = None
+        records.append(self._chunk(parts[-1], body.usage, response_id, raw))
+
+    def _raw(self, kind: Kind, event: SseEvent) -> Chunk:
+        return self._chunk(Part(kind), raw=event)
+
+    def _chunk(
+        self, part: Part, usage: Usage | None = None, response_id: str | None = None, raw: SseEvent | None = None
+    ) -> Chunk:
+        text, number, at, wire_index = part.text, self._read_number, self._read_at, self.events
+        index = accumulated = None
+        if text:
+            index, accumulated = self._counts.get(part.choice, (0, 0))
+            index += 1
+            accumulated += len(text)
+            self._counts[part.choice] = (index, accumulated)
+            self.chunk_count += 1
+            self.total_text_len += len(text)
+            if part.kind == "text":
+                self._content_len += len(text)
+            if self.first_token is None:
+                self.first_token = at
+            self.last_token = at
+        as_text, as_bytes = self._kept(raw) if raw is not None else (None, None)
         return Chunk(
-            ts=self._read_at,
+            ts=at,
             capture=self._capture,
-            wire_index=self.events,
-            read=self._read_number if self._read_number != self.events else None,
-            kind=kind,
-            **fields,
+            wire_index=wire_index,
+            read=number if number != wire_index else None,
+            kind=part.kind,
+            choice=part.choice,
+            block=part.block,
+            chunk_index=index,
+            delta_text=text,
+            accumulated_len=accumulated,
+            tool_calls=part.calls,
+            token_ids=part.token_ids,
+            logprob_count=part.logprob_count,
+            usage=usage,
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            response_id=response_id,
+            raw=as_text,
+            raw_base64=as_bytes,
         )
 
+    def _kept(self, event: SseEvent) -> tuple[str | None, bytes | None]:
+        """The event as received, as text or else as bytes.
 
-def _raw(event: SseEvent) -> dict[str, Any]:
-    try:
-        return {"raw": event.raw.decode()}
-    except UnicodeDecodeError:
-        return {"raw_base64": event.raw}
+        How the network sliced it must not show, so a complete one goes without the line ends behind it: the last LF may
+        have come too late to be part of it.
+        """
+        raw = self._clean(event.raw.rstrip(b"\r\n") if event.complete else event.raw)
+        try:
+            return raw.decode(), None
+        except UnicodeDecodeError:
+            return None, raw

@@ -10,8 +10,8 @@ import httpx
 
 from proxy.asgi import Message, Receive, Scope, Send
 from proxy.capture import RequestHead
+from proxy.counters import Counters
 from proxy.headers import HeaderList, end_to_end, for_upstream, is_event_stream
-from proxy.metrics import Counters
 from proxy.recording import Recorder, Recording
 from proxy.transport import ReplyStream
 from proxy.upstream import Upstream, explain
@@ -129,7 +129,7 @@ class Relay:
             self._open.discard(task)
 
     async def _relay(self, scope: Scope, client: Client) -> None:
-        head = RequestHead(scope["method"], scope["path"], scope["headers"])
+        head = RequestHead(scope["method"], scope["path"], scope["headers"], scope.get("query_string", b""))
         recording = self._recorder.begin(head)
         ending: Ending = ("internal_error", None)
         try:

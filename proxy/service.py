@@ -1,53 +1,34 @@
-"""The running proxy: two ports, one log, one event loop; started and stopped in order."""
+"""The running proxy: two ports, started and stopped in order. One worker runs in this process, several in their own."""
 
 import asyncio
 import contextlib
-import logging
-import os
-import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Protocol
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from proxy.admin import build_admin
-from proxy.app import ProxyApp
-from proxy.config import Address, ProxyConfig
-from proxy.metrics import Counters, ProxyMetrics
-from proxy.upstream import Upstream
+from proxy.config import ProxyConfig
+from proxy.counters import Overview
+from proxy.metrics import ProxyMetrics
+from proxy.serving import finish, first, listen, listen_all, serving
+from proxy.values import Address
+from proxy.worker import Summary, Worker, build_upstream
+from proxy.workers import Fleet
 from sparseety.clock import Clock
-from sparseety.errors import SparseetyError
-from sparseety.logfile import LogWriter
-from sparseety.records import Scope
-
-BACKLOG = 4096
-KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that it is they who close
-CLOSING_SECONDS = 2.0  # for connections to take their last bytes, once all requests have ended
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to its owner and says when it listens."""
+class Relaying(Protocol):
+    """What serves the clients: a worker in this process, or several in their own."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
+    async def run(self, stop: asyncio.Event, hurry: asyncio.Event, listening: asyncio.Event) -> Summary:
+        """Serve until `stop`, let open requests end, close the log. `hurry` breaks off those that are open then."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    async def look(self, *, streams: bool = False) -> Overview:
+        """How things are now, as far as the workers say it within a moment."""
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    requests: int
-    aborted: int  # requests broken off because they outlived the time to drain
-    written: int
-    lost: int
+    def overview(self) -> Overview:
+        """How they were when last looked at."""
 
 
 class Service:
@@ -56,20 +37,29 @@ class Service:
     def __init__(self, config: ProxyConfig, *, clock: Clock, registry: CollectorRegistry) -> None:
         """Raises SparseetyError: a port is taken, the log folder cannot be written."""
         self._config = config
-        self._draining = False
+        self.draining = False
         with contextlib.ExitStack() as undo:
-            self._sockets = [_listen(config.listen, "--listen"), _listen(config.admin, "--admin")]
-            for opened in self._sockets:
+            fronts = listen_all(config.listen, "--listen", config.workers)
+            for opened in fronts:
                 undo.callback(opened.close)
-            scope = Scope(endpoints=["chat", "completions"], upstream=config.upstream, exclusive=config.exclusive)
-            self.writer = LogWriter(config.log_dir, "proxy", scope, clock=clock)
+            self._admin_socket = undo.enter_context(listen(config.admin, "--admin"))
+            self._relaying: Relaying
+            if config.workers == 1:
+                worker = Worker(config, fronts[0], clock=clock)
+                self.writer, self.upstream, self._relaying = worker.writer, worker.upstream, worker
+            else:
+                self.writer, self.upstream, self._relaying = None, build_upstream(config), Fleet(config, fronts)
             undo.pop_all()
-        self.listen, self.admin = (Address(*opened.getsockname()[:2]) for opened in self._sockets)
-        self.upstream = Upstream(config.upstream)
-        self._counters = Counters()
-        ProxyMetrics(registry, self._counters, self.writer)
-        self._app = ProxyApp(self.upstream, self.writer, clock, self._counters)
-        self._admin_app = build_admin(self.upstream, self.writer, registry, lambda: self._draining)
+        self.listen, self.admin = (Address(*each.getsockname()[:2]) for each in (fronts[0], self._admin_socket))
+        ProxyMetrics(registry, self.overview)
+        token = config.admin_token.get_secret_value() if config.admin_token else None
+        self._admin_app = build_admin(self, self.upstream, registry, token)
+
+    async def look(self, *, streams: bool = False) -> Overview:
+        return await self._relaying.look(streams=streams)
+
+    def overview(self) -> Overview:
+        return self._relaying.overview()
 
     async def run(
         self,
@@ -78,87 +68,25 @@ class Service:
         on_ready: Callable[[], None] = lambda: None,
         on_drain: Callable[[int], None] = lambda open_requests: None,
     ) -> Summary:
-        """Serve until `stop`, let open requests end, close the log. `hurry` breaks off those that are open then."""
-        _quiet_uvicorn()
-        # The admin port outlives the other, to say that the proxy drains. Only one of them runs the lifespan.
-        front = _server(self._app, "on")
-        admin = _server(self._admin_app, "off")
-        front_task, admin_task = (
-            asyncio.create_task(server.serve([opened]))
-            for server, opened in zip((front, admin), self._sockets, strict=True)
-        )
-        aborted = 0
+        """Serve until `stop`; then not ready, a delay, and the end of `Relaying.run`."""
+        close, listening = asyncio.Event(), asyncio.Event()
+        relaying = asyncio.create_task(self._relaying.run(close, hurry, listening))
+        # The admin port outlives the other, to say that the proxy drains.
+        admin = serving(self._admin_app, "off")
+        admin_task = asyncio.create_task(admin.serve([self._admin_socket]))
         try:
-            await front.listening.wait()
-            await admin.listening.wait()
+            await first(listening, relaying)
+            await first(admin.listening, admin_task)
             on_ready()
-            await stop.wait()
-            self._draining = True
-            on_drain(self._app.relay.open_requests)
-            front.should_exit = True
-            aborted = await self._drain(front_task, hurry)
+            await first(stop, relaying)
+            self.draining = True
+            on_drain((await self.look()).counters.open_requests)
+            with contextlib.suppress(TimeoutError):  # so that balancers see that it is not ready, and stop sending
+                await asyncio.wait_for(hurry.wait(), self._config.drain_delay)
+            close.set()
+            return await relaying
         finally:
-            await _finish(front, front_task)
-            await _finish(admin, admin_task)
+            close.set()
+            await asyncio.gather(relaying, return_exceptions=True)
+            await finish(admin, admin_task)
             await self.upstream.aclose()
-            self.writer.close()
-        requests = self._counters.requests.total()
-        return Summary(requests, aborted, self.writer.written, self.writer.lost)
-
-    async def _drain(self, front: asyncio.Task[None], hurry: asyncio.Event) -> int:
-        """Wait for the open requests, then break off the rest; returns how many those were."""
-        hurried = asyncio.create_task(hurry.wait())
-        await asyncio.wait((front, hurried), timeout=self._config.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        return 0 if front.done() else self._app.relay.abort()
-
-
-def _server(app: object, lifespan: str) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            http="httptools",
-            ws="none",
-            lifespan=lifespan,  # type: ignore[arg-type]
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )
-    )
-
-
-async def _finish(server: _Server, task: asyncio.Task[None]) -> None:
-    """End a server whose requests have ended. A client that does not read its last bytes must not hold it up."""
-    server.should_exit = True
-    await asyncio.wait([task], timeout=CLOSING_SECONDS)
-    server.force_exit = True
-    await asyncio.wait([task], timeout=CLOSING_SECONDS)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-def _listen(address: Address, flag: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        opened = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        reason = error.strerror
-        if error.errno and not isinstance(error, socket.gaierror):
-            reason = os.strerror(error.errno)  # the error's own words repeat the address
-        raise SparseetyError(f"cannot listen on {address}: {reason}; choose another with {flag}") from None
-    opened.setblocking(False)
-    return opened
-
-
-def _quiet_uvicorn() -> None:
-    """Drop the one line that uvicorn logs for each reply that is broken off: it is done on purpose, and recorded."""
-    logging.getLogger("uvicorn.error").addFilter(_expected)
-
-
-def _expected(record: logging.LogRecord) -> bool:
-    return record.msg != "ASGI callable returned without completing response."

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparseety.errors import SparseetyError
 
-TESTED = ("0.32",)  # releases that the tests in tests/test_real_vllm.py ran with
+TESTED = ("0.28", "0.32")  # releases that tests/test_real_vllm.py passed with
 
 
 def check_version(version: str, *, untested: bool) -> None:

@@ -20,7 +20,7 @@ from sampler_hook.engine import EXTERNAL_ID, EngineCapture
 from sampler_hook.settings import HookSettings
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 from sparseety.records import Gap, Scope
 
 # vLLM gives handlers to the "vllm" logger alone; only below that name do our lines appear where its own do.

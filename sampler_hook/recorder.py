@@ -146,9 +146,6 @@ class EngineRecorder:
             )
         )
 
-    def is_open(self, engine_id: str) -> bool:
-        return engine_id in self._open
-
     def numbers(self, engine_ids: Iterable[str]) -> list[int]:
         """The request numbers of those among `engine_ids` that are open."""
         return [self._open[engine_id].request for engine_id in engine_ids if engine_id in self._open]

@@ -4,15 +4,62 @@ What a field holds is taken as it stands; a body of another shape is reported as
 Source: OpenAI API reference (chat.completion.chunk, text_completion) and replies of vLLM 0.32.
 """
 
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
-from sparseety.records import Kind, ReplyChoice, Usage
+from sparseety.records import Kind, ReplyChoice, ToolCall, Usage
+
+T = TypeVar("T")
 
 
 class Unreadable(ValueError):
     """A body or event that is not the JSON it should be. The message says what is wrong, without quoting content."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one stream event says about one choice, in one kind."""
+
+    kind: Kind
+    choice: int = 0
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprob_count: int | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    block: int = 0  # messages and responses: which content block or output item
+    calls: list[ToolCall] | None = None  # for tool_call: which calls the text belongs to
+    lossy: bool = False  # the event holds more than this part can say: keep its raw form
+
+
+class ChunkBody(msgspec.Struct, frozen=True):
+    """One stream event, read."""
+
+    parts: list[Part]
+    response_id: str | None = None
+    usage: Usage | None = None
+    name: str = ""  # the SSE name that goes with this body, in dialects that name their events
+    end: bool = False  # it is the endpoint's end marker
+    said: int | None = None  # code points of all the text that the server says it has sent; None: it does not say
+
+
+class ReplyBody(msgspec.Struct, frozen=True):
+    """A whole reply, read."""
+
+    response_id: str | None = None
+    usage: Usage | None = None
+    choices: list[ReplyChoice] = []
+
+
+def decode(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    """Raises Unreadable, whatever is wrong with the data."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unreadable(str(error)) from None
+
+
+# ----------------------------------------------------------------------------------------- what the JSON looks like
 
 
 class _PromptDetails(msgspec.Struct):
@@ -39,10 +86,12 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Function(msgspec.Struct):
+    name: str | None = None
     arguments: str | None = None
 
 
 class _ToolCall(msgspec.Struct):
+    index: int | None = None  # absent in a whole reply
     function: _Function | None = None
 
 
@@ -53,7 +102,9 @@ class _Message(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None  # vLLM before 0.12, and other servers
+    refusal: str | None = None
     tool_calls: list[_ToolCall] | None = None
+    function_call: _Function | None = None  # what tool_calls were before
 
 
 class _Choice(msgspec.Struct):
@@ -80,110 +131,98 @@ class _Body(msgspec.Struct):
     error: dict[str, msgspec.Raw] | str | None = None
 
 
-_decode = msgspec.json.Decoder(_Body).decode
+class _Object(msgspec.Struct):
+    object: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one stream event says about one choice, in one kind."""
+_body = msgspec.json.Decoder(_Body)
+_object = msgspec.json.Decoder(_Object)
 
-    kind: Kind
-    choice: int = 0
-    text: str = ""
-    token_ids: list[int] | None = None
-    logprob_count: int | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    lossy: bool = False  # the event holds more than this part can say: keep its raw form
+# ------------------------------------------------------------------------------------------------- stream events
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkBody:
-    """One stream event, read."""
-
-    response_id: str | None = None
-    usage: Usage | None = None
-    parts: list[Part] = field(default_factory=list)
-
-
-DONE = b"[DONE]"
+_NO_DELTA = _Message()
 
 
 def read_chunk(data: bytes) -> ChunkBody:
     """Read the data of one stream event. Raises Unreadable. `[DONE]` is the caller's to notice."""
-    body = _read(data)
+    body = decode(_body, data)
     usage = body.usage.read() if body.usage else None
-    if body.error is not None:
-        return ChunkBody(body.id, usage, [Part("error", lossy=True)])
-    if body.choices is None:
+    response_id = body.id or None  # some servers write "" into events of their own
+    if body.error is not None or (body.choices is None and decode(_object, data).object == "error"):
+        return ChunkBody([Part("error", lossy=True)], response_id, usage)
+    choices = body.choices
+    if choices is None:
         raise Unreadable("no choices in it")
-    parts = [part for choice in body.choices for part in _parts(choice)]
-    return ChunkBody(body.id, usage, parts or [Part("usage" if usage else "control", lossy=usage is None)])
+    parts = _parts(choices[0]) if len(choices) == 1 else [part for choice in choices for part in _parts(choice)]
+    return ChunkBody(parts or [Part("usage" if usage else "control", lossy=usage is None)], response_id, usage)
 
 
 def _parts(choice: _Choice) -> list[Part]:
     """The kinds in one choice. Ids, counts and the finish go with the last of them, so that nothing counts twice."""
-    delta = choice.delta or _Message()
+    delta = choice.delta or _NO_DELTA
+    content = delta.content or choice.text
+    lossy = delta.refusal is not None
     texts: list[tuple[Kind, str]] = []
     if reasoning := delta.reasoning or delta.reasoning_content:
         texts.append(("reasoning", reasoning))
-    if content := delta.content or choice.text:
+    if content:
         texts.append(("text", content))
-    if delta.tool_calls:
-        arguments = (call.function.arguments for call in delta.tool_calls if call.function)
-        texts.append(("tool_call", "".join(text for text in arguments if text)))
+    calls = _calls(delta)
+    if calls:
+        texts.append(("tool_call", "".join(call.arguments for call in calls)))
     if not texts:
-        kind: Kind = "finish" if choice.finish_reason else "role" if delta.role else "text"
-        texts.append((kind, ""))
+        texts.append(("finish" if choice.finish_reason else "role" if delta.role else "text", ""))
     *before, (kind, text) = texts
+    last = Part(
+        kind,
+        choice.index,
+        text,
+        choice.token_ids,
+        choice.logprob_count(),
+        choice.finish_reason or None,
+        choice.stop_reason,
+        calls=calls or None,
+        lossy=lossy,
+    )
+    return [*(Part(kind, choice.index, text) for kind, text in before), last] if before else [last]
+
+
+def _calls(message: _Message) -> list[ToolCall]:
+    """An index that is not stated is the call's place in its list, as in a whole reply. The older form has one call."""
+    listed = [(call.index, call.function) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        listed.append((None, message.function_call))
     return [
-        *(Part(kind, choice.index, text, lossy=kind == "tool_call") for kind, text in before),
-        Part(
-            kind,
-            choice.index,
-            text,
-            choice.token_ids,
-            choice.logprob_count(),
-            choice.finish_reason or None,
-            choice.stop_reason,
-            lossy=kind == "tool_call",
-        ),
+        ToolCall(
+            index=place if index is None else index,
+            name=function.name if function else None,
+            arguments=(function.arguments if function else None) or "",
+        )
+        for place, (index, function) in enumerate(listed)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyBody:
-    """A whole reply, read."""
-
-    response_id: str | None = None
-    usage: Usage | None = None
-    choices: list[ReplyChoice] = field(default_factory=list)
+# ------------------------------------------------------------------------------------------------- whole replies
 
 
 def read_reply(data: bytes) -> ReplyBody:
     """Read the body of a reply that was no stream. Raises Unreadable."""
-    body = _read(data)
+    body = decode(_body, data)
     if body.choices is None:
         raise Unreadable("no choices in it")
-    return ReplyBody(body.id, body.usage.read() if body.usage else None, [_reply_choice(c) for c in body.choices])
+    usage = body.usage.read() if body.usage else None
+    return ReplyBody(body.id or None, usage, [_reply_choice(choice) for choice in body.choices])
 
 
 def _reply_choice(choice: _Choice) -> ReplyChoice:
-    message = choice.message or _Message()
+    message = choice.message or _NO_DELTA
     return ReplyChoice(
         choice=choice.index,
         text=message.content or choice.text or "",
         reasoning=message.reasoning or message.reasoning_content or "",
-        tool_calls=bool(message.tool_calls),
+        calls=_calls(message),
         token_ids=choice.token_ids,
         logprob_count=choice.logprob_count(),
-        finish_reason=choice.finish_reason,
+        finish_reason=choice.finish_reason or None,
         stop_reason=choice.stop_reason,
     )
-
-
-def _read(data: bytes) -> _Body:
-    try:
-        return _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(str(error)) from None

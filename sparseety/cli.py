@@ -5,11 +5,16 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 import sparseety
+from sparseety.command import run_command
 
 GROUP = "sparseety.commands"
 
 
 def main(argv: list[str] | None = None) -> int:
+    return run_command(lambda: _main(argv))  # around the loading too: an interrupt may come then
+
+
+def _main(argv: list[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     commands = {command.name: command for command in entry_points(group=GROUP)}
     match arguments:

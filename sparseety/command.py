@@ -1,20 +1,29 @@
 """What all command lines share: how an error, an interrupt and a bug end them."""
 
+import contextlib
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from io import TextIOWrapper
 
 from sparseety.errors import SparseetyError
 
 BUG, INTERRUPTED = 70, 130
 
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
+
 
 def run_command(main: Callable[[], int]) -> int:
     """Run a command line's body; returns its exit code. Only a bug leaves a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that cannot show a character gets it escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: it was closed by the caller
+            sys.stdout.flush()
         return code
     except SparseetyError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -22,10 +31,20 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has had enough (`| head`): no verdict was delivered in full
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            return _bug()
+        # The reader of stdout has had enough (`| head`), or its disk is full: the result was not delivered in full.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         return INTERRUPTED
     except Exception:  # noqa: BLE001 -- the outermost boundary of a program
-        traceback.print_exc()
-        print("error: this is a bug in SparSEEty; please report it with the lines above", file=sys.stderr)
-        return BUG
+        return _bug()
+
+
+def _bug() -> int:
+    traceback.print_exc()
+    print("error: this is a bug in SparSEEty; please report it with the lines above", file=sys.stderr)
+    return BUG

@@ -12,7 +12,8 @@ import msgspec
 FORMAT_VERSION = 1  # rises with any change that a reader can notice; has nothing to do with the release number
 
 Source = Literal["proxy", "engine"]
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses", "messages"]
+Mounting = Literal["proxy", "middleware"]
 Kind = Literal[
     "text", "reasoning", "tool_call", "role", "finish", "usage", "error", "comment", "control", "done", "unparsed"
 ]
@@ -40,19 +41,21 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What this witness was obliged to record. An absence means something only inside it."""
 
     endpoints: list[Endpoint] = []  # the proxy: endpoints whose text is recorded
-    upstream: str | None = None  # the proxy: where it sends requests, without credentials
+    mounting: Mounting = "proxy"  # the proxy: a hop of its own, or inside the server, blind to the network before it
+    upstream: str | None = None  # the proxy: where it sends requests, without credentials; None: inside the server
     exclusive: bool = False  # the proxy: the operator says that every request of the upstream passes through here
     sample: float = 1.0  # share of requests recorded, 0..1
 
 
 class LogOpen(Record, frozen=True, kw_only=True, tag="log_open"):
-    """The first line of each file. (source, host, pid, start) names the writer."""
+    """The first line of each file. (source, host, pid, start) names the writer, whose log may be cut into segments."""
 
     format: int  # FORMAT_VERSION of the writer
     source: Source  # which program wrote this
     host: str  # where it ran
     pid: int  # its process
-    start: float  # when this writer was opened; the same in all its files
+    start: float  # when this writer was opened; the same in all its segments
+    segment: int = 0  # number of this file among the segments of its writer, from 0
     program: str  # "sparseety 0.1.0"
     scope: Scope  # what it had to record
 
@@ -60,18 +63,19 @@ class LogOpen(Record, frozen=True, kw_only=True, tag="log_open"):
 class LogClose(Record, frozen=True, kw_only=True, tag="log_close"):
     """The last line of a file that was closed in order. Without it the writer runs still, or was killed."""
 
-    records: int  # written before this one
-    lost: int  # records that could not be written; each is covered by a `gap`
+    records: int  # in this file, before this one
+    lost: int  # records that this writer could not write so far; each is covered by a `gap`
+    continued: bool = False  # the writer goes on in another segment
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap"):
     """Records that are missing here, so that nobody takes their absence for a fact."""
 
     reason: str  # why they are missing
-    count: int  # records lost
+    count: int  # records lost; at most so many, where somebody else cut or deleted the file
     captures: list[int] = []  # the proxy's requests concerned
     requests: list[int] = []  # the engine's requests concerned
-    # neither: it is not known which requests are concerned, so any open at this time may be
+    # neither: it is not known which requests are concerned; any may be that was open since the record before this one
 
 
 # --------------------------------------------------------------------------------------------------- the proxy
@@ -91,12 +95,12 @@ class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     model: str | None = None  # as the client names it
     stream: bool = False  # an event stream was asked for
     n: int = 1  # choices for each prompt
-    max_tokens: int | None = None  # or max_completion_tokens
+    max_tokens: int | None = None  # or max_completion_tokens, max_output_tokens
     min_tokens: int = 0  # no stop before so many
     temperature: float | None = None  # of sampling
     top_p: float | None = None  # of sampling
     seed: int | None = None  # of sampling
-    stop: list[str] = []  # strings that end the text
+    stop: list[str] = []  # strings that end the text; /v1/messages: stop_sequences
     stop_token_ids: list[int] = []  # ids that end it
     include_stop_str_in_output: bool = False  # the stop string or token stays in the text
     skip_special_tokens: bool = True  # special tokens have no text
@@ -109,10 +113,10 @@ class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     return_token_ids: bool = False  # ids come with the text
     logprobs: bool = False  # log probabilities come with the text
     tools: bool = False  # the request offers tools
-    structured: bool = False  # a response_format or structured_outputs constrains the text
+    structured: bool = False  # a schema or grammar constrains the text
     include_usage: bool = False  # stream_options.include_usage
     prompts: int = 1  # /v1/completions: number of prompts
-    messages: int | None = None  # /v1/chat/completions: number of messages
+    messages: int | None = None  # number of messages or input items; not of /v1/completions
     prompt_chars: int | None = None  # code points of all prompt text; None where the prompt is token ids
 
 
@@ -129,6 +133,14 @@ class RequestStart(Record, frozen=True, kw_only=True, tag="request_start"):
     parameters: RequestParameters | None = None  # None: no endpoint of ours, or a body that is not its JSON
 
 
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tool call of a reply, or what one stream event adds to it."""
+
+    index: int = 0  # which call of the choice, as the server numbers them
+    name: str | None = None  # the function's; in a stream, on the call's first event only
+    arguments: str = ""  # JSON text as the server sent it; in a stream, what this event adds
+
+
 class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
     """One event of a stream; one record for each choice and kind in it. Made from a copy, after forwarding."""
 
@@ -137,17 +149,19 @@ class Chunk(Record, frozen=True, kw_only=True, tag="chunk"):
     read: int | None = None  # number of the network read that completed it, from 1; None: equal to wire_index
     kind: Kind = "text"  # what the record is about
     choice: int = 0  # the choice's index in the reply
+    block: int = 0  # /v1/messages: the content block; /v1/responses: the output item
     chunk_index: int | None = None  # this choice's text-bearing records, from 1; None: no text
-    delta_text: str = ""  # the text it adds; for tool_call, the arguments
+    delta_text: str = ""  # the text it adds; for tool_call, the arguments of all calls in it
+    tool_calls: list[ToolCall] | None = None  # for tool_call: which calls these arguments belong to
     delta_len: int | None = None  # code points; None: as many as delta_text has
     accumulated_len: int | None = None  # code points of this choice so far; None: no text
     token_ids: list[int] | None = None  # as the server sent them (return_token_ids)
     logprob_count: int | None = None  # number of logprob entries, one a token
     usage: Usage | None = None  # as the server sent it
     finish_reason: str | None = None  # as the server sent it
-    stop_reason: int | str | None = None  # vLLM: the stop string or stop token id that ended the choice
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended the choice, where it is said
     response_id: str | None = None  # on the first record that knows it
-    raw: str | None = None  # the event as received, where parsing would lose something
+    raw: str | None = None  # the event less its blank line, where parsing would lose something
     raw_base64: bytes | None = None  # the same, where it is not UTF-8
 
 
@@ -174,7 +188,7 @@ class StreamDone(Record, frozen=True, kw_only=True, tag="stream_done"):
     reads: int  # network reads with data
     bytes: int  # body bytes received from the upstream
     sha256: str  # of those bytes, hexadecimal
-    end_marker: bool  # the endpoint's end marker was seen ([DONE])
+    end_marker: bool  # the endpoint's end marker was seen: [DONE], response.completed, message_stop
     stamps: Stamps  # when things happened
     usage: Usage | None = None  # the last one seen
     error: str | None = None  # what broke, where outcome is not "complete"
@@ -186,7 +200,7 @@ class ReplyChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     choice: int = 0  # its index in the reply
     text: str = ""  # its content
     reasoning: str = ""  # its reasoning text
-    tool_calls: bool = False  # it calls tools
+    calls: list[ToolCall] = []  # the tool calls in it, in order
     token_ids: list[int] | None = None  # as the server sent them (return_token_ids)
     logprob_count: int | None = None  # number of logprob entries, one a token
     finish_reason: str | None = None  # as the server sent it
@@ -194,7 +208,7 @@ class ReplyChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Response(Record, frozen=True, kw_only=True, tag="response"):
-    """A reply that was no event stream, or a request that got none."""
+    """A reply that was no event stream or was not read (see `unread`), or a request that got none."""
 
     capture: int  # the request, as in request_start
     outcome: Outcome  # how it ended

@@ -9,7 +9,7 @@ from typing import Any
 
 from sampler_hook import adapters
 from sampler_hook.hook import Hook
-from sparseety.logfile import read_log
+from sparseety.logreader import read_log
 from sparseety.records import AnyRecord, RequestAdded, RequestFinished, Row, Step
 
 FAKE_VLLM = Path(__file__).parent / "fake_vllm"

@@ -12,6 +12,7 @@ from sparseety.records import (
     FORMAT_VERSION,
     AnyRecord,
     Chunk,
+    Endpoint,
     EngineStart,
     LogClose,
     LogOpen,
@@ -67,30 +68,40 @@ class Logbook:
         )
 
     def engine_request(
-        self, response_id: str, ids: Sequence[int], *, finish: str = "stop", stop: int | None = None, **added: Any
+        self,
+        response_id: str,
+        ids: Sequence[int],
+        *,
+        finish: str = "stop",
+        stop_reason: int | None = None,
+        **added: Any,
     ) -> None:
         """What the engine did: one step a token."""
-        engine_id = f"{response_id}-0a1b2c3d"
+        child = f"{added['child']}_" if added.get("child") else ""
+        engine_id = f"{child}{response_id}-0a1b2c3d"
         defaults: dict[str, Any] = {"prompt_len": 1, "prompt_tail": [104], "eos_ids": [EOS]}
         self.recorder.added(engine_id, external_id=response_id, **(defaults | added))
         for token_id in ids:
             self.recorder.step([Sampled(engine_id, [token_id])])
-        self.recorder.finished(engine_id, finish_reason=finish, stop_reason=stop)
+        self.recorder.finished(engine_id, finish_reason=finish, stop_reason=stop_reason)
 
     def stream(
         self,
         response_id: str | None,
-        pieces: Sequence[str],
+        pieces: Sequence[str] | dict[int, Sequence[str]],
         *,
+        endpoint: Endpoint = "chat",
         finish: str | None = "stop",
         stop_reason: int | str | None = None,
         usage: int | None = None,
         outcome: Any = "complete",
         end_marker: bool = True,
         token_ids: Sequence[list[int]] | None = None,
+        x_request_id: str | None = None,
         **parameters: Any,
     ) -> int:
-        """What the proxy saw of one chat stream; returns its capture number."""
+        """What the proxy saw of one stream, choice 0 or a dict of choices; returns its capture number."""
+        choices = pieces if isinstance(pieces, dict) else {0: pieces}
         self._captures += 1
         number = self._captures
         wanted = RequestParameters(**({"model": "toy", "stream": True} | parameters))
@@ -100,48 +111,24 @@ class Logbook:
                 capture=number,
                 uuid=f"uuid-{number}",
                 method="POST",
-                path="/v1/chat/completions",
-                endpoint="chat",
+                path="/v1/chat/completions" if endpoint == "chat" else f"/v1/{endpoint}",
+                endpoint=endpoint,
+                x_request_id=x_request_id,
                 parameters=wanted,
             )
         )
-        length = 0
-        for index, piece in enumerate(pieces):
-            length += len(piece)
-            self.proxy.append(
-                Chunk(
-                    ts=self.tick(),
-                    capture=number,
-                    wire_index=index + 1,
-                    chunk_index=index + 1,
-                    delta_text=piece,
-                    accumulated_len=length,
-                    token_ids=token_ids[index] if token_ids else None,
-                    response_id=response_id if index == 0 else None,
-                )
-            )
-        if finish is not None or not pieces:
-            self.proxy.append(
-                Chunk(
-                    ts=self.tick(),
-                    capture=number,
-                    wire_index=len(pieces) + 1,
-                    kind="finish",
-                    finish_reason=finish,
-                    stop_reason=stop_reason,
-                    response_id=response_id if not pieces else None,
-                )
-            )
+        endings = {"finish_reason": finish, "stop_reason": stop_reason} if finish is not None else None
+        events = self._chunks(number, response_id, choices, endings, token_ids, end_marker)
         self.proxy.append(
             StreamDone(
                 ts=self.tick(),
                 capture=number,
                 outcome=outcome,
                 status=200,
-                chunk_count=len(pieces),
-                total_text_len=length,
-                events=len(pieces) + 2,
-                reads=len(pieces) + 2,
+                chunk_count=sum(map(len, choices.values())),
+                total_text_len=sum(len(piece) for texts in choices.values() for piece in texts),
+                events=events,
+                reads=events,
                 bytes=100,
                 sha256="0" * 64,
                 end_marker=end_marker,
@@ -150,6 +137,35 @@ class Logbook:
             )
         )
         return number
+
+    def _chunks(
+        self,
+        capture: int,
+        response_id: str | None,
+        choices: dict[int, Sequence[str]],
+        ending: dict[str, Any] | None,
+        token_ids: Sequence[list[int]] | None,
+        end_marker: bool,
+    ) -> int:
+        """The records of a stream's events; returns how many events those are."""
+        events: list[dict[str, Any]] = []
+        for choice, pieces in choices.items():
+            length = 0
+            for index, piece in enumerate(pieces):
+                length += len(piece)
+                ids = token_ids[index] if token_ids else None
+                text = {"chunk_index": index + 1, "delta_text": piece, "accumulated_len": length, "token_ids": ids}
+                events.append({"choice": choice, **text})
+            if ending is not None:
+                events.append({"choice": choice, "kind": "finish", **ending})
+            elif not pieces and response_id:
+                events.append({"choice": choice, "kind": "role"})
+        if end_marker:
+            events.append({"kind": "done"})
+        for wire_index, event in enumerate(events, 1):
+            named = response_id if wire_index == 1 else None
+            self.proxy.append(Chunk(ts=self.tick(), capture=capture, wire_index=wire_index, response_id=named, **event))
+        return len(events)
 
     def exchange(self, ids: Sequence[int], pieces: Sequence[str], *, name: str = "chatcmpl-1", **keys: Any) -> None:
         """One request as both sides saw it; keys named `engine_...` go to the engine's side."""

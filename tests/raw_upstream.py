@@ -10,14 +10,17 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from proxy.config import Address, ProxyConfig
-from proxy.service import Service, Summary
+from proxy.config import ProxyConfig
+from proxy.service import Service
+from proxy.values import Address
+from proxy.worker import Summary
 from sparseety.clock import monotonic_clock
-from sparseety.logfile import find_logs, read_log
+from sparseety.logreader import find_logs, read_log
 from sparseety.records import AnyRecord
 
 WAIT = 10.0  # seconds; no test waits so long unless something is wrong
@@ -248,7 +251,9 @@ class RunningProxy:
 
 
 @contextlib.contextmanager
-def running_proxy(tmp_path: Path, upstream: str, *, drain_seconds: float = 0.0) -> Iterator[RunningProxy]:
+def running_proxy(
+    tmp_path: Path, upstream: str, *, drain_seconds: float = 0.0, **settings: Any
+) -> Iterator[RunningProxy]:
     """A real proxy on ports of its own. Its log is complete when the block has ended."""
     registry = CollectorRegistry()
     config = ProxyConfig(
@@ -257,6 +262,7 @@ def running_proxy(tmp_path: Path, upstream: str, *, drain_seconds: float = 0.0) 
         upstream=upstream,
         log_dir=tmp_path / "logs",
         drain_seconds=drain_seconds,
+        **({"log_min_free_bytes": 0} | settings),  # however little is free where the tests run
     )
     proxy = RunningProxy(Service(config, clock=monotonic_clock(), registry=registry), config.log_dir, registry)
 

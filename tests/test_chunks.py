@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sparseety.chunks import Part, Unreadable, read_chunk, read_reply
-from sparseety.records import Usage
+from sparseety.records import ToolCall, Usage
 
 
 def chat(delta: object, **choice: object) -> bytes:
@@ -33,14 +33,20 @@ def chat(delta: object, **choice: object) -> bytes:
         ),
         (
             chat({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": '{"a'}}]}),
-            [Part("tool_call", text='{"a', lossy=True)],
+            [Part("tool_call", text='{"a', calls=[ToolCall(name="f", arguments='{"a')])],
         ),
+        (
+            chat({"function_call": {"name": "f", "arguments": "{}"}}),
+            [Part("tool_call", text="{}", calls=[ToolCall(name="f", arguments="{}")])],
+        ),
+        (chat({"refusal": "No."}), [Part("text", lossy=True)]),
         (chat({"content": "a"}, logprobs={"content": [{}, {}]}), [Part("text", text="a", logprob_count=2)]),
         (
             b'{"id":"cmpl-1","choices":[{"index":1,"text":" a","logprobs":{"tokens":["x"]},"finish_reason":"length"}]}',
             [Part("text", 1, " a", logprob_count=1, finish_reason="length")],
         ),
         (b'{"error":{"message":"boom","code":500}}', [Part("error", lossy=True)]),
+        (b'{"object":"error","message":"boom","code":400}', [Part("error", lossy=True)]),
     ],
 )
 def test_each_kind_of_event_is_told_apart(data, parts):
@@ -86,5 +92,5 @@ def test_a_whole_reply_gives_each_choice():
     )
     first, second = body.choices
     assert (first.text, first.token_ids, first.finish_reason) == ("a", [5, 2], "stop")
-    assert (second.text, second.tool_calls) == ("", True)
+    assert (second.text, second.calls) == ("", [ToolCall(arguments="{}")])
     assert body.usage == Usage(completion_tokens=4)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from deploy.demo.backend import Settings, serving
-from sparseety.logfile import find_logs, read_log
+from sparseety.logreader import find_logs, read_log
 from sparseety.records import AnyRecord, EngineStart, LogClose, RequestAdded, RequestFinished, Step
 
 TOKENIZER = Path(__file__).parent.parent / "deploy" / "demo" / "tokenizer"

@@ -13,7 +13,7 @@ import pytest
 from deploy.demo.backend import Settings, serving
 from deploy.demo.faults import KINDS, Fault, NotPossible, apply, parse_fault
 from deploy.demo.replay import Ended, Piece, Tick
-from sparseety.logfile import find_logs, read_log
+from sparseety.logreader import find_logs, read_log
 from sparseety.records import AnyRecord, LogClose, RequestAdded, RequestFinished, Step
 
 PROMPT = "Write a C program that reverses a string in place."

@@ -15,7 +15,7 @@ from deploy.demo.backend import Settings, serving
 from deploy.demo.faults import Fault
 from deploy.demo.replay import load_streams
 from deploy.demo.run import ROOT, Failed, free_ports, part, wait_for
-from sparseety.logfile import find_logs, read_log
+from sparseety.logreader import find_logs, read_log
 from sparseety.records import RequestAdded, RequestFinished
 
 PARENT = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"

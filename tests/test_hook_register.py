@@ -106,7 +106,7 @@ def test_an_unknown_vllm_is_left_alone_and_the_one_line_says_what_to_do(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc1", "0.32.0+cpu", "0.32"])
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.0", "0.32.1rc1", "0.32.0+cpu", "0.32"])
 def test_any_build_of_a_tested_release_will_do(tmp_path: Path, version: str) -> None:
     assert run(SERVE + "serve()", tmp_path, FAKE_VLLM_VERSION=version).stderr == ""
     assert tokens(records(tmp_path)) == [[20]]

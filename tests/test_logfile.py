@@ -11,12 +11,15 @@ import pytest
 
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
-from sparseety.logfile import LogProblem, LogWriter, find_logs, read_log
+from sparseety.logreader import LogProblem, read_log
+from sparseety.logwriter import LogWriter
 from sparseety.records import Chunk, Gap, LogClose, LogOpen, RequestFinished, Row, Scope, Step
+from sparseety.segments import Rotation
 
 
 def writer(folder: Path, **options: object) -> LogWriter:
-    return LogWriter(folder, "proxy", Scope(), clock=monotonic_clock(), **options)  # type: ignore[arg-type]
+    defaults = {"rotation": Rotation(min_free_bytes=0)}
+    return LogWriter(folder, "proxy", Scope(), clock=monotonic_clock(), **(defaults | options))  # type: ignore[arg-type]
 
 
 def chunk(number: int, text: str = "a") -> Chunk:
@@ -49,7 +52,7 @@ def test_only_the_owner_can_read_folder_and_file(tmp_path):
     log.close()
     assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(log.path.parent.stat().st_mode) == 0o700
-    assert re.fullmatch(r"proxy-[\w.-]+-\d+-\d+\.jsonl", log.path.name)
+    assert re.fullmatch(r"proxy-[\w.-]+-\d+-\d+\.00000\.jsonl", log.path.name)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
@@ -59,7 +62,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 
 def test_a_full_queue_drops_counts_and_says_which_requests_lost_records(tmp_path):
-    log = writer(tmp_path, max_queue_bytes=2000, flush_seconds=3600)
+    log = writer(tmp_path, max_queue_bytes=3000, flush_seconds=3600)
     results = [log.put(chunk(n, "x" * 100)) for n in range(1, 21)]
     kept = sum(results)
     assert 0 < kept < 20
@@ -74,19 +77,19 @@ def test_a_full_queue_drops_counts_and_says_which_requests_lost_records(tmp_path
 
 
 class FullDisk:
-    """os.pwrite of a disk with so many bytes left, then with room again."""
+    """os.write of a disk with so many bytes left, then with room again."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room: int | None = None
-        self.real = os.pwrite
-        monkeypatch.setattr(os, "pwrite", self.pwrite)
+        self.real = os.write
+        monkeypatch.setattr(os, "write", self.write)
 
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+    def write(self, fd: int, data: memoryview) -> int:
         if self.room is None:
-            return self.real(fd, data, offset)
+            return self.real(fd, data)
         if not self.room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        count = self.real(fd, data[: self.room], offset)
+        count = self.real(fd, data[: self.room])
         self.room -= count
         return count
 
@@ -138,12 +141,3 @@ def test_a_closed_log_takes_nothing_more_and_does_not_raise(tmp_path):
     log.close()
     log.close()
     assert not log.put(chunk(1))
-
-
-def test_logs_are_found_in_folders_files_and_globs_each_once(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "notes.txt"):
-        (tmp_path / name).write_text("")
-    both = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    assert find_logs([str(tmp_path), str(tmp_path / "*.jsonl"), str(both[0])]) == both
-    with pytest.raises(SparseetyError, match="no such file or folder"):
-        find_logs([str(tmp_path / "nowhere")])

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from proxy.capture import Limits, RequestCapture, RequestHead
-from sparseety.records import AnyRecord, Chunk, Gap, RequestStart, Response, StreamDone
+from sparseety.records import AnyRecord, Chunk, Gap, RequestStart, Response, StreamDone, ToolCall
 
 SAMPLES = Path(__file__).parent / "data" / "sse"
 STREAMS = [
@@ -21,6 +21,7 @@ STREAMS = [
     "chat-engine-death",
     "chat-reasoning",
     "chat-tools-auto-hermes",
+    "chat-tools-named",
 ]
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 BODY = b'{"model":"m","stream":true}'
@@ -57,6 +58,8 @@ def said_by(data: bytes, choice: int = 0) -> str:
                 delta = part.get("delta", {})
                 if part["index"] == choice:
                     said += (part.get("text") or "") + (delta.get("reasoning") or "") + (delta.get("content") or "")
+                    for call in delta.get("tool_calls") or []:
+                        said += call["function"].get("arguments") or ""
     return said
 
 
@@ -126,8 +129,9 @@ def test_what_a_server_sends_beside_plain_text_is_kept():
     assert chunks(_sample("chat-return-token-ids"), "text")[0].token_ids == [504]
     assert chunks(_sample("chat-reasoning"), "reasoning")[0].delta_text == " asked"
     assert "EngineCore" in chunks(_sample("chat-engine-death"), "error")[0].raw
-    tool_calls = chunks(_sample("chat-tools-auto-hermes"), "tool_call")
-    assert all(record.raw and record.raw.startswith("data: ") for record in tool_calls)
+    named, *rest = chunks(_sample("chat-tools-named"), "tool_call")
+    assert named.tool_calls == [ToolCall(name="get_weather")]
+    assert "".join(record.delta_text for record in rest) == '"Paris"'
     assert all(record.raw is None for record in chunks(_sample("chat-n2")))
 
 
@@ -138,28 +142,47 @@ def _sample(name: str) -> list[AnyRecord]:
 @pytest.mark.parametrize(
     ("event", "kind", "raw"),
     [
-        (b": ping\n\n", "comment", ": ping\n\n"),
-        (b"event: x\nid: 7\n\n", "control", "event: x\nid: 7\n\n"),
-        (b"\n\n", "control", "\n\n"),
-        (b"data: [DONE]\r\n\r\n", "done", None),
-        (b"data: \n\n", "unparsed", "data: \n\n"),
-        (b"data: null\n\n", "unparsed", "data: null\n\n"),
-        (b'data: {"choices": 7}\n\n', "unparsed", 'data: {"choices": 7}\n\n'),
-        (b"<html>\n\n", "control", "<html>\n\n"),
-        (b'event: error\ndata: {"error": "x"}\n\n', "error", 'event: error\ndata: {"error": "x"}\n\n'),
-        (b'event: e\ndata: {"choices":[{"text":"a"}]}\n\n', "text", 'event: e\ndata: {"choices":[{"text":"a"}]}\n\n'),
+        (b": ping", "comment", ": ping"),
+        (b"event: x\nid: 7", "control", "event: x\nid: 7"),
+        (b"", "control", ""),
+        (b"data: [DONE]", "done", None),
+        (b"data: ", "unparsed", "data: "),
+        (b"data: null", "unparsed", "data: null"),
+        (b'data: {"choices": 7}', "unparsed", 'data: {"choices": 7}'),
+        (b'data: {"a": "\0"}', "unparsed", 'data: {"a": "\0"}'),
+        (b"\0", "control", "\0"),
+        (b"<html>", "control", "<html>"),
+        (b'event: error\ndata: {"error": "x"}', "error", 'event: error\ndata: {"error": "x"}'),
+        (b"event: error\ndata: overloaded", "error", "event: error\ndata: overloaded"),
+        (b'error: {"code":400}', "error", 'error: {"code":400}'),
+        (b'event: e\ndata: {"choices":[{"text":"a"}]}', "text", 'event: e\ndata: {"choices":[{"text":"a"}]}'),
+        (b'data: {"choices":[{"text":"a"}]}\n: c', "text", 'data: {"choices":[{"text":"a"}]}\n: c'),
     ],
 )
-def test_an_event_of_any_form_makes_one_record_and_breaks_nothing(event, kind, raw):
-    found = capture([event, b"data: [DONE]\n\n"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+def test_an_event_of_any_form_makes_one_record_and_breaks_nothing(event, kind, raw, line_end):
+    found = capture([event.replace(b"\n", line_end) + line_end * 2, b"data: [DONE]" + line_end * 2])
     first, last = chunks(found)
-    assert (first.kind, first.raw, first.wire_index) == (kind, raw, 1)
-    assert (last.kind, last.wire_index) == ("done", 2)
+    kept = None if first.raw is None else first.raw.replace("\r\n", "\n").replace("\r", "\n")
+    assert (first.kind, kept, first.wire_index) == (kind, raw, 1)
+    assert (last.kind, last.wire_index, found[-1].end_marker) == ("done", 2, True)
 
 
 def test_bytes_that_are_no_utf8_are_kept_as_they_are():
     (first, _) = chunks(capture([b"data: \xff\xfe\n\n", b"data: [DONE]\n\n"]))
-    assert (first.kind, first.raw, first.raw_base64) == ("unparsed", None, b"data: \xff\xfe\n\n")
+    assert (first.kind, first.raw, first.raw_base64) == ("unparsed", None, b"data: \xff\xfe")
+
+
+def test_thousands_of_events_in_one_read_share_its_time_and_number():
+    event = b'data: {"choices":[{"text":"a"}]}\n\n'
+    found = chunks(capture([event * 5000]))
+    assert [record.wire_index for record in found] == list(range(1, 5001))
+    assert {(record.ts, record.read or record.wire_index) for record in found} == {(5.0, 1)}
+
+
+def test_an_id_that_is_empty_names_nothing():
+    events = [b'data: {"id":"%b","choices":[]}\n\n' % name for name in (b"", b"a", b"")]
+    assert [record.response_id for record in chunks(capture(events))] == [None, "a", None]
 
 
 def test_a_read_number_is_written_only_where_it_differs_from_the_events():
@@ -177,15 +200,21 @@ def test_an_event_with_two_choices_makes_two_records_and_says_its_usage_once():
     assert second.usage.completion_tokens == 2
 
 
-def test_an_event_beyond_the_limit_ends_the_reading_with_a_gap_but_not_the_count_of_bytes():
-    limits = Limits(event_bytes=100)
-    found = capture([b'data: {"choices":[]}\n\n', b"data: " + b"x" * 200, b"\n\ndata: [DONE]\n\n"], limits=limits)
-    (gap,) = (record for record in found if isinstance(record, Gap))
-    assert gap.captures == [1]
+@pytest.mark.parametrize("step", [10, 100, 1000])
+def test_an_event_beyond_the_limit_is_a_gap_and_reading_goes_on_behind_it(step):
+    long = b'data: {"choices":[{"text":"' + b"x" * 200 + b'"}]}\n\n'
+    stream = b'data: {"choices":[{"text":"a"}]}\n\n' + long + long + b'data: {"choices":[{"text":"b"}]}\n\n'
+    stream += b"data: [DONE]\n\n" + long[:150]
+    reads = [stream[at : at + step] for at in range(0, len(stream), step)]
+    found = capture(reads, "upstream_broken", limits=Limits(event_bytes=100))
+    gaps = [record for record in found if isinstance(record, Gap)]
+    assert [(gap.count, gap.captures) for gap in gaps] == [(1, [1])] * 3
+    assert "more than 100 bytes" in gaps[0].reason
+    assert "xx" not in gaps[0].reason
+    assert [(record.wire_index, record.delta_text) for record in chunks(found)] == [(1, "a"), (4, "b"), (5, "")]
     done = found[-1]
     assert isinstance(done, StreamDone)
-    assert (done.events, done.reads, done.end_marker) == (1, 3, False)
-    assert done.bytes == 22 + 206 + 16
+    assert (done.events, done.reads, done.end_marker, done.bytes) == (6, len(reads), True, len(stream))
 
 
 def test_a_request_body_beyond_the_limit_is_not_kept():
@@ -221,7 +250,9 @@ def test_a_whole_reply_is_read_into_choices():
     [
         (400, [], b'{"error":{}}', "status 400"),
         (200, [], b"<html>", "JSON is malformed: invalid character (byte 0)"),
-        (200, [(b"content-encoding", b"gzip")], b"\x1f\x8b", "content coding gzip"),
+        (200, [(b"content-encoding", b"gzip")], b"\x1f\x8b", "the compressed body is cut off"),
+        (200, [(b"content-encoding", b"gzip")], b"no gzip", "not gzip: error"),
+        (200, [(b"content-encoding", b"gzip, br")], b"x", "content coding gzip, br is not known"),
         (200, [], b"x" * 101, "body of more than 100 bytes"),
     ],
 )
@@ -248,7 +279,7 @@ def test_other_paths_are_recorded_by_size_and_status_only():
 
 
 def test_the_events_of_another_path_are_counted_and_not_kept():
-    request = begin("/v1/responses")
+    request = begin("/v1/embeddings")
     request.reply_head(200, SSE, 3.0)
     assert request.reply_body(b"event: a\ndata: private\n\n", 4.0) == []
     (end,) = request.ended("complete", 5.0)
@@ -262,3 +293,53 @@ def test_a_request_without_reply_has_a_beginning_and_an_end(outcome):
     assert isinstance(start, RequestStart)
     assert isinstance(end, Response)
     assert (end.outcome, end.status, end.error, end.unread) == (outcome, None, "why", None)
+
+
+KEYS = ["QUERYSECRET1", "HEADERSECRET2", "HEADERSECRET3", "HEADERSECRET4", "HEADERSECRET5"]
+
+
+def with_keys() -> RequestCapture:
+    headers = [
+        (b"AUTHORIZATION", b"Bearer HEADERSECRET2"),
+        (b"X-Api-Key", b"HEADERSECRET3"),
+        (b"api-key", b"HEADERSECRET4"),
+        (b"Cookie", b"s=HEADERSECRET5; a=1"),
+    ]
+    head = RequestHead("POST", "/v1/chat/completions", headers, b"key=QUERYSECRET1&x=stay-here")
+    return RequestCapture(1, "u", head, 1.0, Limits())
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "event",
+    [b'data: {"error":{"message":"bad key %b here"}}\n\n', b": %b\n\n", b"data: %b\xff\n\n", b"data: cut %b"],
+)
+def test_a_credential_that_the_server_quotes_is_not_recorded(key, event):
+    request = with_keys()
+    found = [*request.request_body(BODY, 2.0), *request.request_ended(3.0), *request.reply_head(200, SSE, 4.0)]
+    found += request.reply_body(event % key.encode(), 5.0)
+    found += request.ended("upstream_broken", 6.0, f"no way to http://a/?key={key}")
+    written = msgspec.json.encode(found)
+    kept = b"".join(record.raw_base64 or (record.raw or "").encode() for record in chunks(found))
+    assert key.encode() not in written + kept
+    assert b"[credential]" in kept
+    assert found[-1].error == "no way to http://a/?key=[credential]"
+
+
+def test_what_is_no_credential_stays():
+    request = with_keys()
+    found = [*request.reply_head(200, SSE, 4.0), *request.reply_body(b": s=1 a=1 Bearer stay-here\n\n", 5.0)]
+    assert [record.raw for record in chunks(found)] == [": s=1 a=1 Bearer stay-here"]
+
+
+def test_a_last_event_that_says_another_text_than_the_deltas_is_kept():
+    """Many clients show the text of response.completed, not that of the deltas."""
+    delta = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"abc"}\n\n'
+    for text, kept in ((b"abc", False), (b"abcd", True)):
+        last = b'{"type":"response.completed","response":{"id":"r","status":"completed","output":[{"type":"message",'
+        last += b'"content":[{"type":"output_text","text":"%b"}]}]}}' % text
+        request = begin("/v1/responses")
+        request.reply_head(200, SSE, 4.0)
+        (_, end) = request.reply_body(delta + b"event: response.completed\ndata: " + last + b"\n\n", 5.0)
+        assert isinstance(end, Chunk)
+        assert (end.kind, end.finish_reason, end.raw is not None) == ("finish", "completed", kept)

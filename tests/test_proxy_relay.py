@@ -105,7 +105,7 @@ def test_each_event_reaches_the_client_before_the_next_one_is_sent(tmp_path):
     assert isinstance(first, Chunk)
     assert (first.delta_text, first.response_id, first.chunk_index) == ("caf\xe9\u2028", "chatcmpl-1", 1)
     assert isinstance(ping, Chunk)
-    assert (ping.kind, ping.raw) == ("comment", ": ping\n\n")
+    assert (ping.kind, ping.raw) == ("comment", ": ping")
     assert isinstance(done, Chunk)
     assert (done.kind, done.wire_index) == ("done", 3)
     assert isinstance(end, StreamDone)

@@ -1,17 +1,15 @@
-"""Request bodies, headers and settings: the pure parts around the relay."""
+"""Request bodies and headers: the pure parts around the relay."""
 
-from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.config import Address, ProxyConfig, read_config
 from proxy.headers import content_coding, end_to_end, for_upstream, is_event_stream
 from proxy.request import read_parameters
-from sparseety.errors import SparseetyError
-from sparseety.records import RequestParameters
+from sparseety.records import Endpoint, RequestParameters
 
 
 def test_what_decides_about_the_text_is_read_from_a_chat_request():
@@ -36,6 +34,41 @@ def test_what_decides_about_the_text_is_read_from_a_chat_request():
         include_usage=True,
         messages=4,
         prompt_chars=6,
+    )
+
+
+def test_what_decides_about_the_text_is_read_from_a_responses_request():
+    body = b"""{"model":"m","stream":true,"max_output_tokens":7,"max_tokens":9,"temperature":0,"n":3,"stop":["END"],
+        "include":["message.output_text.logprobs"],"text":{"format":{"type":"json_schema"}},"instructions":"abc",
+        "input":[{"role":"user","content":[{"type":"input_text","text":"de"}]},{"role":"user","content":"f"}]}"""
+    assert read_parameters(body, "responses") == RequestParameters(
+        model="m",
+        stream=True,
+        max_tokens=7,
+        temperature=0.0,
+        stop=["END"],
+        logprobs=True,
+        structured=True,
+        messages=2,
+        prompt_chars=6,
+    )
+    assert read_parameters(b'{"input":"abc"}', "responses") == RequestParameters(messages=1, prompt_chars=3)
+
+
+def test_what_decides_about_the_text_is_read_from_a_messages_request():
+    body = b"""{"model":"m","stream":true,"max_tokens":9,"temperature":0.5,"stop_sequences":["END"],"stop":["not this"],
+        "system":[{"type":"text","text":"abc"}],"tools":[{"name":"f"}],"skip_special_tokens":false,
+        "output_config":{"format":{"type":"json_schema"}},"messages":[{"role":"user","content":"de"}]}"""
+    assert read_parameters(body, "messages") == RequestParameters(
+        model="m",
+        stream=True,
+        max_tokens=9,
+        temperature=0.5,
+        stop=["END"],
+        tools=True,
+        structured=True,
+        messages=1,
+        prompt_chars=5,
     )
 
 
@@ -82,6 +115,8 @@ def test_a_body_that_is_no_json_object_has_no_parameters(body):
     assert read_parameters(body, "chat") is None
 
 
+OTHER_FIELDS = ["prompt", "response_format", "input", "instructions", "include", "text", "system", "output_config"]
+
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -91,8 +126,8 @@ _json = st.recursive(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may share the machine
 @given(
-    st.dictionaries(st.sampled_from([*RequestParameters.__struct_fields__, "prompt", "response_format"]), _json),
-    st.sampled_from(["chat", "completions"]),
+    st.dictionaries(st.sampled_from([*RequestParameters.__struct_fields__, *OTHER_FIELDS]), _json),
+    st.sampled_from(get_args(Endpoint)),
 )
 def test_no_request_body_raises(body, endpoint):
     found = read_parameters(msgspec.json.encode(body), endpoint)
@@ -126,34 +161,3 @@ def test_a_media_type_is_read_without_its_parameters_and_a_coding_without_identi
     assert not is_event_stream([(b"content-type", b"text/event-streams")])
     assert content_coding([(b"content-encoding", b"identity")]) is None
     assert content_coding([(b"content-encoding", b"gzip"), (b"content-encoding", b"br")]) == "gzip, br"
-
-
-def test_a_flag_goes_before_the_environment_and_that_before_the_default():
-    environ = {"SPARSEETY_PROXY_UPSTREAM": "http://a:1", "SPARSEETY_PROXY_LOG_DIR": "/x", "SPARSEETY_PROXY_ADMIN": ""}
-    assert read_config(["--upstream", "https://b/", "--listen", "[::1]:0"], environ) == ProxyConfig(
-        listen=Address("::1", 0), upstream="https://b", log_dir=Path("/x")
-    )
-    assert read_config([], {"SPARSEETY_PROXY_EXCLUSIVE": "yes"}).exclusive
-
-
-@pytest.mark.parametrize(
-    ("argv", "environ", "message"),
-    [
-        (
-            [],
-            {"SPARSEETY_PROXY_UPSTREAM": "vllm:8000"},
-            'SPARSEETY_PROXY_UPSTREAM="vllm:8000" is not a URL; example: http://vllm:8000',
-        ),
-        (["--upstream", "http://[x"], {}, '--upstream="http://[x" is not a URL; example: http://vllm:8000'),
-        (["--upstream", "http://a:b@c"], {}, "holds credentials"),
-        (["--upstream", "http://a/v1"], {}, "has a path"),
-        (["--listen", "9000"], {}, '--listen="9000" is not HOST:PORT; example: 127.0.0.1:9000'),
-        (["--listen", "0.0.0.0:9000"], {}, "add --allow-remote"),
-        (["--drain-seconds", "nan"], {}, "is not a number of seconds"),
-        ([], {"SPARSEETY_PROXY_EXCLUSIVE": "maybe"}, "is neither true nor false"),
-    ],
-)
-def test_a_setting_that_cannot_be_used_is_named_with_the_way_out(argv, environ, message):
-    with pytest.raises(SparseetyError) as raised:
-        read_config(argv, environ)
-    assert message in str(raised.value)

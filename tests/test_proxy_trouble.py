@@ -7,7 +7,7 @@ import pytest
 
 from proxy.capture import RequestCapture
 from sparseety.errors import SparseetyError
-from sparseety.records import Gap, RequestStart, StreamDone
+from sparseety.records import Chunk, Gap, RequestStart, StreamDone
 from tests.raw_upstream import (
     EVENT_STREAM,
     LAST_CHUNK,
@@ -48,15 +48,15 @@ def test_a_fault_in_the_capture_ends_the_capture_of_that_request_alone(tmp_path,
 
 def test_a_full_disk_is_not_the_clients_business(tmp_path, monkeypatch, caplog):
     with running_upstream(*STREAM) as upstream, running_proxy(tmp_path, upstream.url) as proxy:
-        written = os.pwrite
+        written = os.write
         broken = True
 
-        def pwrite(*args):
+        def write(*args):
             if broken:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return written(*args)
 
-        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "write", write)
         with proxy.client() as client:
             client.send(post(b"{}"))
             assert client.read_reply() == (200, b"data: {}\n\ndata: [DONE]\n\n")
@@ -78,25 +78,27 @@ def test_an_event_beyond_the_limit_passes_and_leaves_a_gap(tmp_path):
     ):
         client.send(post(b"{}"))
         assert client.read_reply() == (200, event + b"data: [DONE]\n\n")
-    start, gap, end = records(proxy.log_dir)
+    start, gap, done, end = records(proxy.log_dir)
     assert isinstance(start, RequestStart)
     assert isinstance(gap, Gap)
+    assert isinstance(done, Chunk)
+    assert (done.kind, done.wire_index) == ("done", 2)
     assert isinstance(end, StreamDone)
-    assert (end.outcome, end.bytes, end.end_marker) == ("complete", len(event) + 14, False)
+    assert (end.outcome, end.bytes, end.end_marker) == ("complete", len(event) + 14, True)
 
 
-def test_a_compressed_event_stream_passes_and_leaves_a_gap(tmp_path):
-    steps = (chunked(EVENT_STREAM, b"content-encoding: gzip"), chunk(b"\x1f\x8b\x08"), LAST_CHUNK)
+def test_an_event_stream_in_a_coding_that_cannot_be_read_passes_and_leaves_a_gap(tmp_path):
+    steps = (chunked(EVENT_STREAM, b"content-encoding: compress"), chunk(b"\x1f\x9d\x08"), LAST_CHUNK)
     with (
         running_upstream(*steps) as upstream,
         running_proxy(tmp_path, upstream.url) as proxy,
         proxy.client() as client,
     ):
         client.send(post(b"{}"))
-        assert client.read_reply() == (200, b"\x1f\x8b\x08")
+        assert client.read_reply() == (200, b"\x1f\x9d\x08")
     _, gap, end = records(proxy.log_dir)
     assert isinstance(gap, Gap)
-    assert gap.reason == "event stream in content coding gzip"
+    assert gap.reason == "event stream: content coding compress is not known"
     assert isinstance(end, StreamDone)
     assert (end.bytes, end.events, end.reads) == (3, 0, 1)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sparseety.logfile import read_log
+from sparseety.logreader import read_log
 from sparseety.records import AnyRecord, EngineStart, LogClose, RequestAdded, RequestFinished, Step
 from tests.vllm_server import VllmServer, serve
 

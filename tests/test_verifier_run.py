@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sampler_hook.recorder import Sampled
-from sparseety.records import Chunk, Gap, RequestFinished, Scope, Step
+from sparseety.records import Gap, LogClose, RequestFinished, Scope, Step
 from tests.logbook import BYTE_LEVEL, EOS, SENTENCEPIECE, Logbook
 from verifier import cli
 
@@ -90,33 +89,10 @@ def test_hostile_text_cannot_move_the_cursor(tmp_path, verify):
 
 def test_choices_of_several_prompts_and_n_are_joined_each_with_its_own_engine_request(tmp_path, verify):
     book = Logbook()
-    for prompt in range(2):
-        for child in range(2):
-            ids = [HELLO, 65 + 2 * prompt + child, EOS]
-            book.recorder.added(
-                f"{child}_cmpl-9-{prompt}-00000000",
-                external_id=f"cmpl-9-{prompt}",
-                child=child,
-                prompt_len=1,
-                prompt_tail=[104],
-                eos_ids=[EOS],
-            )
-            book.recorder.step([Sampled(f"{child}_cmpl-9-{prompt}-00000000", ids)])
-            book.recorder.finished(f"{child}_cmpl-9-{prompt}-00000000", finish_reason="stop")
-    number = book.stream("cmpl-9", ["hello"], finish="stop", n=2, prompts=2, usage=12)
-    start = next(r for r in book.proxy if getattr(r, "uuid", None))
-    book.proxy[book.proxy.index(start)] = msgspec.structs.replace(start, endpoint="completions")
-    done = book.proxy.pop()
-    book.proxy[-2] = msgspec.structs.replace(book.proxy[-2], delta_text="helloA")
-    for choice in (1, 2, 3):
-        text = f"hello{chr(65 + choice)}"
-        book.proxy.append(
-            Chunk(ts=1.0, capture=number, wire_index=2 + choice, choice=choice, chunk_index=1, delta_text=text)
-        )
-        book.proxy.append(
-            Chunk(ts=1.0, capture=number, wire_index=6 + choice, choice=choice, kind="finish", finish_reason="stop")
-        )
-    book.proxy.append(msgspec.structs.replace(done, chunk_count=4))
+    for choice in range(4):
+        book.engine_request(f"cmpl-9-{choice // 2}", [HELLO, 65 + choice, EOS], child=choice % 2)
+    pieces = {choice: ["hello", chr(65 + choice)] for choice in range(4)}
+    book.stream("cmpl-9", pieces, endpoint="completions", n=2, prompts=2, usage=12)
     result = verify(book.write(tmp_path), "--json")
     assert codes(result, "cmpl-9") == ("pass", set())
     assert result.json()[0]["choices"] == 4
@@ -195,6 +171,16 @@ def test_a_reply_the_engine_does_not_know_is_a_fault_only_where_its_log_is_whole
     assert codes(result, "chatcmpl-2") == ("incomplete", {"UNVERIFIABLE"})
 
 
+def test_a_reply_after_the_engines_log_was_closed_is_no_orphan(tmp_path, verify):
+    book = Logbook()
+    book.exchange([HELLO, EOS], ["hello"])
+    book.engine.append(LogClose(ts=book.tick(), records=9, lost=0))  # the plugin switched itself off here
+    book.now += 60
+    book.stream("chatcmpl-2", ["hello"])
+    result = verify(book.write(tmp_path, close=False), "--json")
+    assert codes(result, "chatcmpl-2") == ("incomplete", {"UNVERIFIABLE"})
+
+
 def test_two_engine_requests_with_one_id_are_ambiguous_not_wrong(tmp_path, verify):
     book = Logbook()
     book.exchange([HELLO, EOS], ["hello"])
@@ -241,7 +227,7 @@ def test_an_engine_that_died_leaves_its_open_requests_incomplete(tmp_path, verif
     assert (verdict, "BACKEND_LOG_INVALID" in found) == ("incomplete", True)
 
 
-def test_damaged_lines_are_named_and_the_rest_is_judged(tmp_path, verify):
+def test_foreign_lines_are_named_and_harm_nothing_where_the_log_proves_itself_whole(tmp_path, verify):
     book = Logbook()
     book.exchange([HELLO, EOS], ["hello"])
     folder = book.write(tmp_path)
@@ -252,10 +238,20 @@ def test_damaged_lines_are_named_and_the_rest_is_judged(tmp_path, verify):
     proxy.write_bytes(b"".join(lines) + torn)
     result = verify(folder)
     assert result.exit_code == 0
-    assert f"{proxy}:6: JSON without an" in result.err
-    assert f"{proxy}:7: not a JSON object" in result.err
-    assert f'{proxy}:8: record "chunk" lacks field "wire_index" (format 1)' in result.err
-    assert f"{proxy}:10: the last line is torn" in result.err
+    for line, message in enumerate(
+        ["JSON without an", "not a JSON object", 'record "chunk" lacks field "wire_index" (format 1)'], 7
+    ):
+        assert f"{proxy}:{line}: {message}" in result.err
+    assert f"{proxy}:11: the last line is torn" in result.err
+
+
+def test_a_damaged_line_in_a_log_that_does_not_count_itself_rules_out_exit_0(tmp_path, verify):
+    book = Logbook()
+    book.exchange([HELLO, EOS], ["hello"])
+    folder = book.write(tmp_path, close=False)
+    with (folder / "proxy-h-1-1.jsonl").open("ab") as file:
+        file.write(b"what was this?\n")
+    assert verify(folder).exit_code == 3
 
 
 def test_a_log_of_a_later_format_is_refused_by_name(tmp_path, verify):
@@ -306,7 +302,7 @@ def test_a_missing_tokenizer_exits_with_2_and_says_three_ways_to_give_one(tmp_pa
     folder = book.write(tmp_path)
     result = verify(folder)
     assert result.exit_code == 2
-    for way in ("--tokenizer", "SPARSEETY_VERIFY_TOKENIZER", "path that the engine was started with"):
+    for way in ("--tokenizer", "SPARSEETY_VERIFY_TOKENIZER", "the engine's own path or hub cache"):
         assert way in result.err
     assert verify(folder, "--tokenizer", BYTE_LEVEL).exit_code == 0
 
@@ -333,10 +329,6 @@ def test_min_coverage_decides_whether_an_incomplete_request_matters(tmp_path, ve
 
 def test_echoed_prompts_are_told_from_generated_text_by_their_length(tmp_path, verify):
     book = Logbook()
-    book.exchange([HELLO, EOS], ["the prompthello"], echo=True, prompt_chars=10, prompts=1)
-    start = next(r for r in book.proxy if getattr(r, "uuid", None))
-    book.proxy[book.proxy.index(start)] = msgspec.structs.replace(start, endpoint="completions")
-    book.engine = [
-        msgspec.structs.replace(r, external_id="chatcmpl-1-0") if hasattr(r, "external_id") else r for r in book.engine
-    ]
-    assert codes(verify(book.write(tmp_path), "--json")) == ("pass", set())
+    book.engine_request("cmpl-1-0", [HELLO, EOS])
+    book.stream("cmpl-1", ["the prompthello"], endpoint="completions", echo=True, prompt_chars=10)
+    assert codes(verify(book.write(tmp_path), "--json"), "cmpl-1") == ("pass", set())

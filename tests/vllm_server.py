@@ -38,7 +38,7 @@ def _folder(variable: str) -> Path:
         pytest.skip(f"{variable} is not set")
     if not Path(value).is_dir():
         pytest.fail(f"{variable}={value} is no folder")
-    return Path(value)
+    return Path(value).absolute()  # the server runs in a folder of its own
 
 
 @dataclass

@@ -9,8 +9,8 @@ from sparseety.records import RequestAdded
 from verifier.classify import Difference
 from verifier.compare import Comparison, Ending, compare
 from verifier.expect import REPLACEMENT, TextRules
-from verifier.findings import Axis, Finding, RequestVerdict, Severity, place
-from verifier.join import Capture, Delivered, EngineRequest, Log
+from verifier.findings import Axis, Finding, RequestVerdict, Severity
+from verifier.logs import Capture, Delivered, EngineRequest, Log
 from verifier.tokenizer import NoTokenizer, Tokenizer
 
 TokenizerOf = Callable[[Log], Tokenizer]
@@ -23,7 +23,11 @@ INFO_DETAILS = {
     "LEADING_SPACE": "the tokenizer drops one space at a text's start",
     "REPLAY_ONLY": "equal by vLLM's own detokenizer; the bytes alone do not decide",
     "SPECIAL_SKIPPED": "special tokens were sampled, and left out as asked",
+    "HIDDEN": "no text was asked for; the ids were checked",
 }
+
+_MODES = frozenset({"auto", "hf", "fast"})  # vLLM's tokenizer modes that decode by tokenizer.json
+_ID_LIMIT = 1 << 31  # no vocabulary is as large
 
 
 @dataclass(slots=True)
@@ -56,8 +60,8 @@ class ChoiceJudge:
         except NoTokenizer as error:
             self._find("UNVERIFIABLE", "ids", Severity.UNKNOWN, str(error))
             return None
-        if foreign := self._out_of_vocabulary(tokenizer):
-            self._find("ID_OUT_OF_VOCAB", "ids", Severity.FAULT, foreign)
+        if foreign := self._foreign_ids(tokenizer):
+            self._find("ID_OUT_OF_VOCAB", "ids", *foreign)
             return None
         if not engine.complete:
             detail = f"the engine's log ends before this request does ({len(engine.ids)} ids are known)"
@@ -67,16 +71,20 @@ class ChoiceJudge:
             self._find("UNVERIFIABLE", "text", Severity.UNKNOWN, problem)
             return None
         ending = self._ending()
-        comparison = compare(tokenizer, engine.ids, self._rules(), came, ending, self._chunk_ends())
-        self._text(comparison)
+        if not self.added.detokenize and not came:
+            comparison = self._no_text()
+        else:
+            comparison = compare(tokenizer, engine.ids, self._rules(), came, ending, self._chunk_ends())
+            self._text(comparison)
+            self._drift(tokenizer, came, comparison)
         self._stream_ids(comparison, ending)
-        self._drift(tokenizer, came, comparison)
+        self._finish()
         if not engine.complete:
             return None
         return self._kept(comparison), len(engine.ids)
 
     def _find(self, code: str, axis: Axis, severity: Severity, detail: str) -> None:
-        places = (place(self.capture.log.path, self.capture.line), place(self.engine.log.path, self.engine.line))
+        places = (self.capture.place, self.engine.place)
         self.result.findings.append(Finding(code, axis, severity, detail, choice=self.choice, places=places))
 
     # ------------------------------------------------------------------------------------ what there is to compare
@@ -86,20 +94,36 @@ class ChoiceJudge:
         engine, unknown = self.engine, Severity.UNKNOWN
         if engine.contradiction:
             return "BACKEND_LOG_INVALID", "log", unknown, engine.contradiction
-        if gaps := [*engine.gaps, *engine.log.open_gaps]:
-            lost = sum(gap.count for gap in gaps)
+        if gaps := engine.losses:
+            lost = sum(gap.count for gap in gaps) or "some"
             return "LOST_RECORDS", "log", unknown, f"the engine's log lost {lost} records ({gaps[0].reason})"
+        if any(not 0 <= token_id < _ID_LIMIT for token_id in self.added.prompt_tail):
+            return "BACKEND_LOG_INVALID", "log", unknown, "the prompt has ids that no tokenizer can have"
+        mode = engine.log.engine.tokenizer.mode if engine.log.engine else "auto"
+        if mode not in _MODES:
+            return (
+                "UNVERIFIABLE",
+                "ids",
+                unknown,
+                f'the engine decodes in tokenizer mode "{mode}", which is not judged yet',
+            )
         parameters = self.capture.start.parameters if self.capture.start else None
         if parameters is not None and parameters.use_beam_search:
             return "NOT_SUPPORTED", "protocol", unknown, "beam search: the join cannot follow it"
         return None
 
-    def _out_of_vocabulary(self, tokenizer: Tokenizer) -> str | None:
-        start = self.engine.log.engine
+    def _foreign_ids(self, tokenizer: Tokenizer) -> tuple[Severity, str] | None:
+        """Ids that the model cannot have sampled."""
+        ids, start = self.engine.ids, self.engine.log.engine
         size = start.tokenizer.vocab_size if start else None
-        for index, token_id in enumerate(self.engine.ids):
-            if token_id < 0 or (size is not None and token_id >= size and not tokenizer.knows(token_id)):
-                return f"token {index} has an id outside the model's vocabulary of {size}"
+        limit = size if size is not None else _ID_LIMIT
+        if ids and (min(ids) < 0 or max(ids) >= limit):
+            index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
+            return Severity.FAULT, f"token {index} has an id that is not below {limit}"
+        unknown = None if size is not None else next((i for i, t in enumerate(ids) if not tokenizer.knows(t)), None)
+        if unknown is not None:
+            detail = f"the tokenizer has no id of token {unknown}, and the model's vocabulary size is not known"
+            return Severity.UNKNOWN, detail
         return None
 
     def _generated_text(self) -> tuple[str, str | None]:
@@ -129,6 +153,10 @@ class ChoiceJudge:
         assert request_end is not None
         engine, delivered = self.engine, self.delivered
         stop = delivered.stop_reason if isinstance(delivered.stop_reason, str) else None
+        if stop is not None and stop not in self._stop_strings():
+            detail = "the reply names a stop string that nobody asked for"
+            self._find("STOP_NOT_IN_IDS", "protocol", Severity.FAULT, detail)
+            stop = None
         whole = request_end.outcome == "complete" and not self.capture.error_events
         broken_off = delivered.finish_reason is None and not whole
         if stop is not None or broken_off:
@@ -139,7 +167,30 @@ class ChoiceJudge:
             by_token = bool(engine.ids) and engine.ids[-1] in {*self.added.eos_ids, *self.added.stop_token_ids}
         return Ending(by_token, stop, self.added.min_tokens, broken_off, not engine.complete)
 
+    def _stop_strings(self) -> set[str]:
+        parameters = self.capture.start.parameters if self.capture.start else None
+        return {*self.added.stop, *(parameters.stop if parameters else ())}
+
     # ------------------------------------------------------------------------------------------- what came of it
+
+    def _no_text(self) -> Comparison:
+        """The request asked for ids alone: what there is to check is whether they came."""
+        if self.delivered.token_ids is None:
+            detail = "no text was asked for, and the reply holds no ids"
+            self._find("UNVERIFIABLE", "text", Severity.UNKNOWN, detail)
+            return Comparison(0)
+        self._find("HIDDEN", "text", Severity.INFO, INFO_DETAILS["HIDDEN"])
+        self.result.checked += len(self.engine.ids)
+        return Comparison(len(self.engine.ids))
+
+    def _finish(self) -> None:
+        """The client was told how it ended, and the engine says how it ended it. A stop string is the front end's."""
+        finished, told = self.engine.finished, self.delivered.finish_reason
+        if finished is None or self.damaged or isinstance(self.delivered.stop_reason, str):
+            return
+        if {told, finished.finish_reason} == {"stop", "length"}:
+            detail = f'the client was told "{told}", the engine ended it by "{finished.finish_reason}"'
+            self._find("FINISH_MISMATCH", "protocol", Severity.FAULT, detail)
 
     def _text(self, comparison: Comparison) -> None:
         difference = comparison.difference
@@ -168,7 +219,10 @@ class ChoiceJudge:
         if self.damaged:
             return "the difference may lie in what the proxy's log lost"
         parameters = self.capture.start.parameters if self.capture.start else None
-        if self.delivered.kinds - {"text"} or (parameters is not None and parameters.tools):
+        if self.capture.start and self.capture.start.endpoint == "responses" and parameters and parameters.stop:
+            return "the Responses API does not say which stop string ended a text"
+        parser = self.engine.log.engine is not None and self.engine.log.engine.reasoning_parser is not None
+        if parser or self.delivered.kinds - {"text"} or (parameters is not None and parameters.tools):
             return "a reasoning or tool-call parser lays the text into channels; such text is not judged yet"
         return None
 
@@ -193,7 +247,7 @@ class ChoiceJudge:
                     chunk_index=chunk + 1,
                     due=difference.due,
                     came=difference.came,
-                    places=(place(capture.log.path, chunk_line), place(engine.log.path, row_line)),
+                    places=(capture.log.place(chunk_line), engine.log.place(row_line)),
                 )
             )
 

@@ -83,4 +83,14 @@ def _code(due: str, missing: str, extra: str, start: int, prompt_tail: str) -> s
         return "EXTRA_TEXT"
     if sorted(missing) == sorted(extra):
         return "REORDERED"
+    if _within(extra, missing):  # lost in several places
+        return "MISSING_TEXT"
+    if _within(missing, extra):
+        return "EXTRA_TEXT"
     return "ALTERED_TEXT"
+
+
+def _within(part: str, whole: str) -> bool:
+    """Does `whole` become `part` by leaving characters out?"""
+    rest = iter(whole)
+    return all(character in rest for character in part)

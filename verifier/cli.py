@@ -9,9 +9,10 @@ from pathlib import Path
 
 import sparseety
 from sparseety.command import run_command
-from sparseety.logfile import find_logs
+from sparseety.logreader import find_logs
 from verifier import output
-from verifier.run import Report, verify
+from verifier.findings import Report
+from verifier.run import verify
 from verifier.tokenizer import TokenizerShelf
 
 _EPILOG = """\
@@ -30,7 +31,7 @@ def _main(argv: Sequence[str] | None) -> int:
     report = verify(find_logs(options.paths), TokenizerShelf(given))
     exit_code = report.exit_code(options.min_coverage)
     for line in [*output.problem_lines(report), *report.notes]:
-        print(f"note: {line}", file=sys.stderr)
+        print(f"note: {output.printable(line)}", file=sys.stderr)
     if options.json:
         _print_json(report, options.show_text, exit_code)
     else:

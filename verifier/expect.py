@@ -1,6 +1,6 @@
 """The text that a client should have got for these ids: exact rules, no thresholds. Pure.
 
-Rules and evidence: docs/architecture.md, "How a choice is judged".
+Rules: docs/architecture.md, "How a request is judged".
 """
 
 import codecs
@@ -118,7 +118,7 @@ def strips_leading_space(tokenizer: Tokenizer, rules: TextRules) -> bool | None:
 
     None: the prompt is longer than what was logged of it, and that much has no text.
     """
-    if not tokenizer.byte_fallback:
+    if not tokenizer.strips:
         return False
     if tokenizer.text(rules.prompt_tail, skip_special=rules.skip_special_tokens):
         return False

@@ -1,9 +1,12 @@
-"""What a verdict consists of. A code is spelled the same wherever it appears."""
+"""What a verdict consists of. Codes: docs/verdicts.md; spelled the same wherever they appear."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Literal
+
+from sparseety.logreader import LogProblem
 
 Axis = Literal["text", "ids", "protocol", "log"]
 
@@ -66,3 +69,39 @@ class RequestVerdict:
 def place(path: Path, line: int) -> str:
     """Where to look it up."""
     return f"{path}:{line}"
+
+
+PASSED, FAILED, INCOMPLETE, DAMAGED = 0, 1, 3, 4
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything a run found out."""
+
+    verdicts: list[RequestVerdict] = field(default_factory=list)
+    problems: list[LogProblem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what explains the outcome as a whole
+    files: int = 0
+    usable_files: int = 0
+    whole: bool = True  # False: lines are missing or unusable, and with them perhaps whole requests
+
+    def counts(self) -> Counter[Verdict]:
+        return Counter(verdict.verdict for verdict in self.verdicts)
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of ended, in-scope requests that were judged pass or fail; None where there are none."""
+        counts = self.counts()
+        judged = counts[Verdict.PASS] + counts[Verdict.FAIL]
+        total = judged + counts[Verdict.INCOMPLETE]
+        return judged / total if total else None
+
+    def exit_code(self, min_coverage: float) -> int:
+        if self.counts()[Verdict.FAIL]:
+            return FAILED
+        if self.problems and not self.usable_files:
+            return DAMAGED
+        coverage = self.coverage
+        if coverage is None or coverage < min_coverage or not (self.whole or min_coverage < 1):
+            return INCOMPLETE
+        return PASSED

@@ -3,13 +3,15 @@
 A fault needs a witness that was obliged to speak. What is not known is never a pass and never a fault.
 """
 
-from sparseety.records import RequestParameters
+import re
+
+from sparseety.records import Gap, Response, StreamDone
 from verifier.choice import ChoiceJudge, TokenizerOf
-from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict, place
-from verifier.join import Capture, EngineRequest, Log
+from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict
+from verifier.join import Join
+from verifier.logs import CLOCK_SKEW, Capture, Log
 
 _BROKEN_OFF = {
-    "client_gone": "the client left",
     "upstream_broken": "the upstream broke off",
     "upstream_timeout": "the upstream kept the proxy waiting for too long",
     "shutdown": "the proxy was stopped",
@@ -17,15 +19,9 @@ _BROKEN_OFF = {
 }
 
 
-def judge(
-    capture: Capture,
-    engine_choices: dict[int, list[EngineRequest]],
-    engine_logs: list[Log],
-    tokenizer_of: TokenizerOf,
-) -> RequestVerdict:
-    """The verdict on one captured request. `engine_choices`: what the join found for each choice."""
+def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: TokenizerOf) -> RequestVerdict:
+    """The verdict on one captured request."""
     start = capture.start
-    parameters = (start.parameters if start else None) or RequestParameters()
     result = RequestVerdict(
         request_id=capture.response_id or (start.uuid if start else f"capture {capture.number}"),
         verdict=Verdict.PASS,
@@ -37,21 +33,41 @@ def judge(
         result.verdict, finding = out
         result.findings.append(finding)
         return result
-    result.findings += _log_findings(capture)
-    result.findings += _protocol_findings(capture, parameters)
-    damaged = any(finding.severity is Severity.UNKNOWN for finding in result.findings)
-    counted: list[tuple[int, int]] | None = []  # (ids kept, ids in all) of each choice; None: not all are known
-    for choice in range(parameters.n * parameters.prompts):
-        candidates = engine_choices.get(choice, [])
-        if len(candidates) != 1:
-            result.findings.append(_no_join(capture, choice, len(candidates), engine_logs))
-            counted = None
+    damage = _damage(capture)
+    result.findings += damage
+    result.findings += _protocol_findings(capture, bool(damage))
+    kept: list[tuple[int, int] | None] = []  # (ids up to the stop, ids in all) of each choice; None: not all known
+    for choice in _choices(capture, join):
+        candidates = join.choices.get(choice, [])
+        if candidates and choice not in capture.choices and choice >= (_expected_choices(capture) or choice + 1):
+            detail = f"the engine has a choice {choice}, which was not asked for and did not come"
+            result.findings.append(_unknown(capture, "BACKEND_LOG_INVALID", detail))
             continue
-        kept = ChoiceJudge(result, capture, choice, candidates[0], damaged).judge(tokenizer_of)
-        counted = None if kept is None or counted is None else [*counted, kept]
-    if counted is not None and not damaged:
-        result.findings += _count_findings(capture, counted)
+        if len(candidates) != 1 or join.claims > 1:
+            result.findings.append(_no_join(capture, choice, len(candidates), join.claims, engine_logs))
+            kept.append(None)
+            continue
+        kept.append(ChoiceJudge(result, capture, choice, candidates[0], bool(damage)).judge(tokenizer_of))
+    if kept and None not in kept and not damage:
+        result.findings += _count_findings(capture, [pair for pair in kept if pair], engine_logs)
     return result.settle()
+
+
+def _expected_choices(capture: Capture) -> int | None:
+    """How many choices were asked for; None where that is not known."""
+    parameters = capture.start.parameters if capture.start else None
+    if parameters is None or parameters.n < 1 or parameters.prompts < 1:
+        return None
+    return parameters.n * parameters.prompts
+
+
+def _choices(capture: Capture, join: Join) -> list[int]:
+    """The choices to judge: those that were asked for, that came, or that an engine worked on."""
+    seen = set(capture.choices) | set(join.choices)
+    expected = _expected_choices(capture) or 0
+    # The first one missing stands for all: that number is the client's, and may be anything.
+    missing = next((choice for choice in range(expected) if choice not in seen), None)
+    return sorted(seen | ({missing} if missing is not None else set()))
 
 
 # ---------------------------------------------------------------------------------------------- the whole request
@@ -61,12 +77,17 @@ def _not_judged(capture: Capture) -> tuple[Verdict, Finding] | None:
     """A verdict for what has no text to judge."""
 
     def info(code: str, detail: str) -> Finding:
-        return Finding(code, "protocol", Severity.INFO, detail, places=(place(capture.log.path, capture.line),))
+        return Finding(code, "protocol", Severity.INFO, detail, places=(capture.place,))
 
     start, ending = capture.start, capture.done or capture.response
     if start is not None and start.endpoint is None:
-        return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; only chat and completions are judged")
+        return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; not an endpoint whose text is judged")
     if ending is None:
+        if damage := _damage(capture):
+            return Verdict.INCOMPLETE, damage[0]
+        if capture.log.closed or capture.log.damaged:
+            detail = "its ending is missing from the log"
+            return Verdict.INCOMPLETE, _unknown(capture, "TORN_RECORD", detail)
         return Verdict.OPEN, info("OPEN", "has not ended in this log")
     if (ending.status is None or ending.status >= 400) and ending.outcome != "client_gone":
         said = "no reply" if ending.status is None else f"status {ending.status}"
@@ -76,99 +97,124 @@ def _not_judged(capture: Capture) -> tuple[Verdict, Finding] | None:
     return None
 
 
-def _log_findings(capture: Capture) -> list[Finding]:
-    """What this log lost of the request: then nothing is a fault that the loss could explain."""
-    here = (place(capture.log.path, capture.line),)
+def _unknown(capture: Capture, code: str, detail: str, axis: Axis = "log") -> Finding:
+    return Finding(code, axis, Severity.UNKNOWN, detail, places=(capture.place,))
 
-    def unknown(code: str, detail: str) -> Finding:
-        return Finding(code, "log", Severity.UNKNOWN, detail, places=here)
 
-    found = [unknown("LOST_RECORDS", f"{gap.count} records were lost ({gap.reason})") for gap in capture.gaps]
+def _lost(gap: Gap, capture: Capture) -> Finding:
+    return _unknown(capture, "LOST_RECORDS", f"{gap.count or 'some'} records were lost ({gap.reason})")
+
+
+def _damage(capture: Capture) -> list[Finding]:
+    """What this log lost of the request, or could not read: then nothing is a fault that this could explain."""
+    found = [_lost(gap, capture) for gap in capture.losses]
     if capture.start is None:
-        found.append(unknown("TORN_RECORD", "its request_start is missing from the log"))
+        found.append(_unknown(capture, "TORN_RECORD", "its request_start is missing from the log"))
     elif capture.start.parameters is None:
-        found.append(unknown("UNVERIFIABLE", "the request's body was not readable, so its parameters are not known"))
-    done = capture.done
-    if done is not None and not capture.gaps and capture.chunks_seen != done.chunk_count:
-        lost = done.chunk_count - capture.chunks_seen
-        found.append(unknown("TORN_RECORD", f"{lost} of its {done.chunk_count} chunk records are missing from the log"))
+        detail = "the request's body was not readable, so its parameters are not known"
+        found.append(_unknown(capture, "UNVERIFIABLE", detail))
+    elif _expected_choices(capture) is None:
+        found.append(_unknown(capture, "UNVERIFIABLE", "the number of choices asked for makes no sense"))
+    if capture.contradiction and not capture.losses:
+        detail = f"the log's records of it contradict each other: {capture.contradiction}"
+        found.append(_unknown(capture, "TORN_RECORD", detail))
     if capture.response is not None and capture.response.unread is not None:
-        found.append(unknown("UNPARSED_EVENT", f"the reply was not read: {capture.response.unread}"))
+        found.append(_unknown(capture, "UNPARSED_EVENT", f"the reply was not read: {capture.response.unread}"))
     if capture.unparsed_events:
-        found.append(unknown("UNPARSED_EVENT", f"{capture.unparsed_events} events were not readable"))
+        found.append(_unknown(capture, "UNPARSED_EVENT", f"{capture.unparsed_events} events were not readable"))
+    if len(capture.response_ids) > 1:
+        found.append(_unknown(capture, "JOIN_AMBIGUOUS", f"the reply bears {len(capture.response_ids)} different ids"))
     return found
 
 
-def _protocol_findings(capture: Capture, parameters: RequestParameters) -> list[Finding]:
-    here = (place(capture.log.path, capture.line),)
+def _protocol_findings(capture: Capture, damaged: bool) -> list[Finding]:
     ending = capture.done or capture.response
     assert ending is not None  # _not_judged saw to it
-    if ending.outcome in _BROKEN_OFF and ending.outcome != "client_gone":
+    if ending.outcome in _BROKEN_OFF:
         detail = f"{_BROKEN_OFF[ending.outcome]} before the reply's end; what came was checked"
-        return [Finding("BROKEN_OFF", "protocol", Severity.UNKNOWN, detail, places=here)]
+        return [_unknown(capture, "BROKEN_OFF", detail, "protocol")]
     if capture.error_events:
         detail = "the server sent an error event instead of the rest; what came before it was checked"
-        return [Finding("SERVER_ERROR", "protocol", Severity.UNKNOWN, detail, places=here)]
+        return [_unknown(capture, "SERVER_ERROR", detail, "protocol")]
     if ending.outcome != "complete":
         return []
-    missing = [n for n in range(parameters.n * parameters.prompts) if not _finish_reason(capture, n)]
+    found = [] if damaged else _unfinished(capture, ending)
+    expected = _expected_choices(capture)
+    extra = [choice for choice in sorted(capture.choices) if expected is not None and not 0 <= choice < expected]
+    if extra:
+        detail = f"the reply has a choice {extra[0]}; {expected} {'was' if expected == 1 else 'were'} asked for"
+        found.append(Finding("EXTRA_TEXT", "protocol", Severity.FAULT, detail, places=(capture.place,)))
+    return found
+
+
+def _unfinished(capture: Capture, ending: StreamDone | Response) -> list[Finding]:
+    """A clean end of the transport without the end of the reply."""
+    expected = _expected_choices(capture) or 1
+    finished = sum(bool(delivered.finish_reason) for delivered in capture.choices.values())
     what = []
-    if capture.done is not None and not capture.done.end_marker:
-        what.append("without [DONE]")
-    if missing and not capture.gaps:
-        what.append("without a finish_reason for " + ", ".join(f"choice {n}" for n in missing))
+    if isinstance(ending, StreamDone) and not ending.end_marker:
+        what.append("without its end marker")
+    if finished < expected:
+        what.append(
+            f"with {finished} finish_reasons for {expected} choices" if expected > 1 else "without a finish_reason"
+        )
     if not what:
         return []
     detail = f"the transport ended cleanly, {' and '.join(what)}"
-    return [Finding("UNFINISHED", "protocol", Severity.FAULT, detail, places=here)]
+    return [Finding("UNFINISHED", "protocol", Severity.FAULT, detail, places=(capture.place,))]
 
 
-def _finish_reason(capture: Capture, choice: int) -> str | None:
-    delivered = capture.choices.get(choice)
-    return delivered.finish_reason if delivered else None
-
-
-def _no_join(capture: Capture, choice: int, candidates: int, engine_logs: list[Log]) -> Finding:
+def _no_join(capture: Capture, choice: int, candidates: int, claims: int, engine_logs: list[Log]) -> Finding:
     """No single engine request behind a choice: whose fault that is, if anybody's."""
-    here = (place(capture.log.path, capture.line),)
 
     def finding(code: str, axis: Axis, severity: Severity, detail: str) -> Finding:
-        return Finding(code, axis, severity, detail, choice=choice, places=here)
+        return Finding(code, axis, severity, detail, choice=choice, places=(capture.place,))
 
     if candidates:
-        detail = f"{candidates} engine requests bear this id (a repeated X-Request-Id?); which is meant is not known"
+        who = f"{candidates} engine requests bear" if candidates > 1 else f"{claims} replies bear"
+        detail = f"{who} this id (a repeated X-Request-Id, several turns?), and time does not tell which is meant"
         return finding("JOIN_AMBIGUOUS", "protocol", Severity.UNKNOWN, detail)
     if not engine_logs:
         return finding("UNVERIFIABLE", "ids", Severity.UNKNOWN, "there is no engine log")
     if capture.response_id is None:
         return finding("UNVERIFIABLE", "ids", Severity.UNKNOWN, "the reply bears no id")
     if not any(_obliged(log, capture) for log in engine_logs):
-        detail = "no engine log covers this request's time without a loss"
+        detail = "no engine log that would have to hold this request is whole for its time"
         return finding("UNVERIFIABLE", "ids", Severity.UNKNOWN, detail)
     detail = "an engine log that covers its time, without a loss, does not know this request"
     return finding("ORPHAN_CAPTURE", "protocol", Severity.FAULT, detail)
 
 
 def _obliged(log: Log, capture: Capture) -> bool:
-    """Would this engine log hold the request if its engine had served it?"""
-    ending = capture.done or capture.response
-    if log.opening is None or log.damaged or log.open_gaps or log.opening.scope.sample < 1 or ending is None:
+    """Would this engine log hold the request if its engine had served it, and does its engine serve that model?"""
+    start, ending = capture.start, capture.done or capture.response
+    if log.opening is None or log.damaged or log.opening.scope.sample < 1 or ending is None or start is None:
         return False
-    began = capture.start.ts if capture.start else ending.ts
-    return log.opening.ts <= began and (log.closed or ending.ts <= log.last_ts + 1)
+    if log.lost_between(start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
+        return False
+    model = start.parameters.model if start.parameters else None
+    if model is None or log.engine is None or model not in [*log.engine.served_names, log.engine.model]:
+        return False
+    # Closed or not: after its end it had no duty.
+    return log.opening.ts <= start.ts and ending.ts <= log.last_ts + CLOCK_SKEW
 
 
-def _count_findings(capture: Capture, counted: list[tuple[int, int]]) -> list[Finding]:
-    """usage.completion_tokens against the ids. vLLM before 0.32 counts ids past a stop string too, so both sums do."""
+def _count_findings(capture: Capture, kept: list[tuple[int, int]], engine_logs: list[Log]) -> list[Finding]:
+    """usage.completion_tokens against the ids."""
     ending, usage = capture.done or capture.response, capture.usage
     if usage is None or usage.completion_tokens is None or ending is None or ending.outcome != "complete":
         return []
     if capture.error_events:
         return []
-    kept, total = (sum(column) for column in zip(*counted, strict=True))
-    if usage.completion_tokens in (kept, total):
+    fewest, most = (sum(column) for column in zip(*kept, strict=True))
+    # From 0.32 on, vLLM counts ids up to the one completing a stop string; before, those of the same step as well.
+    exact = all(log.engine is not None and _release(log.engine.vllm) >= (0, 32) for log in engine_logs)
+    if fewest <= usage.completion_tokens <= (fewest if exact else most):
         return []
-    detail = f"usage says {usage.completion_tokens} completion tokens, the engine sampled {kept}"
-    return [
-        Finding("COUNT_MISMATCH", "ids", Severity.FAULT, detail, places=(place(capture.log.path, capture.line),)),
-    ]
+    detail = f"usage says {usage.completion_tokens} completion tokens, the engine sampled {fewest}"
+    return [Finding("COUNT_MISMATCH", "ids", Severity.FAULT, detail, places=(capture.place,))]
+
+
+def _release(version: str) -> tuple[int, int]:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)

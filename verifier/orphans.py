@@ -1,61 +1,78 @@
 """Judge what the engine served and no reply names. Pure."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from sparseety.records import Endpoint
-from verifier.findings import Finding, RequestVerdict, Severity, Verdict, place
-from verifier.join import EngineRequest, Logs
+from verifier.findings import Finding, RequestVerdict, Severity, Verdict
+from verifier.join import reply_id
+from verifier.logs import CLOCK_SKEW, Capture, EngineRequest, Log, Logs
 
 
-def judge_orphans(logs: Logs, orphans: list[EngineRequest]) -> list[RequestVerdict]:
-    """What the engine served and no reply names.
+class _LeftUnnamed:
+    """Requests whose client left before the server had named them: each accounts for one request of the engine."""
 
-    Clients that left before the server named their request account for some of it; the rest came past the proxy,
-    unless the operator said that nothing does.
-    """
-    named: Counter[tuple[Endpoint, str]] = Counter()  # by the id that the client chose
-    anonymous: Counter[Endpoint] = Counter()
-    for capture in logs.captures.values():
-        start = capture.start
-        if start is None or start.endpoint is None or not capture.ended or capture.response_id is not None:
-            continue
-        if start.x_request_id:
-            named[start.endpoint, start.x_request_id] += 1
-        else:
-            anonymous[start.endpoint] += 1
+    def __init__(self, captures: Iterable[Capture]) -> None:
+        self._by_name: Counter[tuple[Endpoint, str]] = Counter()  # the client chose the id
+        self._anonymous: Counter[Endpoint] = Counter()
+        for capture in captures:
+            start, ending = capture.start, capture.done or capture.response
+            if start is None or start.endpoint is None or ending is None or capture.response_id is not None:
+                continue
+            endpoint: Endpoint = "chat" if start.endpoint == "messages" else start.endpoint  # the ids are of one kind
+            if ending.outcome == "client_gone" and start.x_request_id and endpoint != "responses":  # those are random
+                self._by_name[endpoint, start.x_request_id] += 1
+            elif ending.outcome == "client_gone":
+                self._anonymous[endpoint] += 1
+
+    def account_for(self, endpoint: Endpoint, request_id: str) -> bool:
+        name = request_id.partition("-")[2]
+        if self._by_name[endpoint, name]:
+            self._by_name[endpoint, name] -= 1
+            return True
+        if self._anonymous[endpoint]:
+            self._anonymous[endpoint] -= 1
+            return True
+        return False
+
+
+def judge_orphans(logs: Logs, orphans: Iterable[EngineRequest]) -> list[RequestVerdict]:
+    """Clients that left before their request was named account for some of it; the rest came past the proxy, unless
+    the operator said that nothing does."""
+    left = _LeftUnnamed(logs.captures.values())
     exclusive = [
-        log.first_ts
-        for log in logs.files
-        if log.opening and log.opening.source == "proxy" and log.opening.scope.exclusive and not log.damaged
+        log for log in logs.files if log.opening and log.opening.source == "proxy" and log.opening.scope.exclusive
     ]
+    unsure = [capture for capture in logs.captures.values() if not capture.ended or capture.start is None]
     verdicts: dict[str, RequestVerdict] = {}
     for request in orphans:
         assert request.added is not None  # the index holds no others
-        endpoint, request_id = _reply_id(request.added.external_id)
+        endpoint, request_id = reply_id(request.added.external_id)
         if request_id in verdicts:
             continue  # another choice of the same request
-        here = (place(request.log.path, request.line),)
-        x_request_id = request_id.partition("-")[2]
-        if named[endpoint, x_request_id] > 0 or anonymous[endpoint] > 0:
-            if named[endpoint, x_request_id] > 0:
-                named[endpoint, x_request_id] -= 1
-            else:
-                anonymous[endpoint] -= 1
+        if left.account_for(endpoint, request_id):
             code, severity, detail = "ABORTED_BEFORE_ID", Severity.INFO, "its client left before the server named it"
-        elif any(since is not None and since <= request.added.ts for since in exclusive):
+        elif any(_obliged(log, request, unsure) for log in exclusive):
             detail = "the engine served it, and a proxy that all requests pass did not see it"
             code, severity = "ORPHAN_BACKEND", Severity.FAULT
         else:
-            detail = "the engine served it past the proxy, or for a proxy whose log is not here"
+            detail = "the engine served it past the proxy, or for a proxy whose log is not here or not whole"
             code, severity = "ORPHAN_BACKEND", Severity.INFO
         verdict = RequestVerdict(request_id, Verdict.OUT_OF_SCOPE, endpoint=endpoint, ts=request.added.ts)
-        verdict.findings.append(Finding(code, "protocol", severity, detail, places=here))
+        verdict.findings.append(Finding(code, "protocol", severity, detail, places=(request.place,)))
         verdicts[request_id] = verdict.settle()
     return list(verdicts.values())
 
 
-def _reply_id(external_id: str) -> tuple[Endpoint, str]:
-    """(endpoint, id in the reply) of an engine's external id: completions add `-<prompt>` to it."""
-    if external_id.startswith("cmpl-"):
-        return "completions", external_id.rpartition("-")[0]
-    return "chat", external_id
+def _obliged(log: Log, request: EngineRequest, unsure: list[Capture]) -> bool:
+    """Would this proxy log name the request, given that all requests pass the proxy?
+
+    Not while one of its own is open, or without its beginning: it may be that one, which has no id so far.
+    """
+    begin, end = request.life
+    assert log.opening is not None
+    if log.damaged or not log.opening.ts <= begin or end > log.last_ts + CLOCK_SKEW:
+        return False
+    if log.lost_between(begin - CLOCK_SKEW, end + CLOCK_SKEW):
+        return False
+    return not any(capture.log is log and capture.response_id is None for capture in unsure)

@@ -6,19 +6,25 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from verifier.findings import Finding, RequestVerdict, Severity, Verdict
-from verifier.run import Report
+from verifier.findings import Finding, Report, RequestVerdict, Severity, Verdict
 
 _SHOWN = 40  # code points of content shown of each side
 _PROBLEMS_SHOWN = 5  # damaged lines named of each file
 
 
+def printable(text: str) -> str:
+    """Text that cannot move the cursor or turn the writing direction."""
+    # Cc, Cf, Cs, Co, Cn: control, format (bidi), surrogates, private use; Zl, Zp: line and paragraph separators.
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text)
+
+
 def quote(text: str) -> str:
-    """Content for a terminal: quoted, cut, and nothing in it can move the cursor or turn the writing direction."""
-    shown = json.dumps(text[:_SHOWN], ensure_ascii=False)
-    # Cc, Cf, Cs, Co, Zl and Zp: control, format (bidi), surrogates, private use, line and paragraph separators.
-    safe = (f"\\u{ord(c):04x}" if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in shown)
-    return "".join(safe) + ("…" if len(text) > _SHOWN else "")
+    """Content for a terminal: quoted, cut, printable."""
+    return printable(json.dumps(text[:_SHOWN], ensure_ascii=False)) + ("…" if len(text) > _SHOWN else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _content(text: str | None, show_text: bool) -> str:
@@ -26,7 +32,7 @@ def _content(text: str | None, show_text: bool) -> str:
         return "nothing"
     if show_text:
         return quote(text)
-    return f"‹{len(text)} character{'s' if len(text) != 1 else ''}›"
+    return f"‹{_count(len(text), 'character')}›"
 
 
 def describe(finding: Finding, show_text: bool) -> str:
@@ -49,13 +55,13 @@ def request_lines(verdict: RequestVerdict, show_text: bool, verbose: bool) -> It
     shown = [f for f in verdict.findings if verbose or f.severity is not Severity.INFO]
     if not verbose and verdict.verdict not in (Verdict.FAIL, Verdict.INCOMPLETE):
         return
-    name = quote(verdict.request_id)[1:-1]
+    name = printable(verdict.request_id)
     label = verdict.verdict.value.replace("_", " ").upper()
     prefix = f"{name}  {label:<11} "
     if verdict.verdict is Verdict.INCOMPLETE and verdict.tokens:
-        prefix += f"{verdict.checked} of {verdict.tokens} tokens checked; "
+        prefix += f"{verdict.checked} of {_count(verdict.tokens, 'token')} checked; "
     if not shown:
-        text = f"{verdict.checked} tokens checked" if verdict.verdict is Verdict.PASS else ""
+        text = f"{_count(verdict.checked, 'token')} checked" if verdict.verdict is Verdict.PASS else ""
         yield (prefix + text).rstrip()
     indent = " " * (len(name) + 14)
     for number, finding in enumerate(shown):
@@ -69,8 +75,9 @@ def summary_lines(report: Report) -> Iterator[str]:
     judged = [v for v in report.verdicts if v.verdict in (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)]
     tokens, checked = sum(v.tokens for v in judged), sum(v.checked for v in judged)
     yield (
-        f"{len(judged)} request{'s' if len(judged) != 1 else ''}: {counts[Verdict.PASS]} pass, "
-        f"{counts[Verdict.FAIL]} fail, {counts[Verdict.INCOMPLETE]} incomplete; {checked} of {tokens} tokens checked"
+        f"{_count(len(judged), 'request')}: {counts[Verdict.PASS]} pass, "
+        f"{counts[Verdict.FAIL]} fail, {counts[Verdict.INCOMPLETE]} incomplete; "
+        f"{checked} of {_count(tokens, 'token')} checked"
     )
     reasons = Counter(
         code

@@ -7,18 +7,20 @@ the arbiter only where bytes are no valid UTF-8, or where no table can be made.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from huggingface_hub import try_to_load_from_cache
 from tokenizers.decoders import DecodeStream
 
 from sparseety.errors import SparseetyError
 
 # tokenizers' own words for a DecodeStream whose text did not grow as it expected (invalid UTF-8 that became valid).
 _INVALID_PREFIX = "Invalid prefix encountered"
+_SPACES = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -31,8 +33,8 @@ class Tokenizer:
     """One tokenizer.json, read.
 
     table: id -> bytes, or None where the tokenizer's decoder is of neither known family (then only `replay` works).
-    byte_fallback: SentencePiece style: one leading space is stripped from a text's start, broken bytes decode
-    one U+FFFD each.
+    byte_fallback: SentencePiece style: broken bytes decode one U+FFFD each.
+    strips: one leading space is dropped at a text's start.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class Tokenizer:
     special: frozenset[int]
     added: dict[int, str]
     byte_fallback: bool
+    strips: bool
     _library: tokenizers.Tokenizer = field(repr=False)
 
     def knows(self, token_id: int) -> bool:
@@ -83,17 +86,21 @@ class Tokenizer:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json, or the one in a folder. Raises SparseetyError."""
-    file = path / "tokenizer.json" if path.is_dir() else path
     try:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if file.exists() and not file.is_file():
+            raise SparseetyError(f"{file} is no file; give a tokenizer.json or the folder that holds one")
         data = file.read_bytes()
         library = tokenizers.Tokenizer.from_buffer(data)
         decoder = json.loads(data).get("decoder")
     except OSError as error:
-        raise SparseetyError(f"{file}: {error.strerror}; give a tokenizer.json or the folder that holds one") from None
+        raise SparseetyError(f"{path}: {error.strerror}; give a tokenizer.json or the folder that holds one") from None
+    except SparseetyError:
+        raise
     except Exception as error:  # noqa: BLE001 -- the library raises plain Exception for a file it cannot read
         raise SparseetyError(f"{file} is not a tokenizer.json that this release reads: {error}") from None
     added = library.get_added_tokens_decoder()
-    to_bytes, byte_fallback = _decoder_family(decoder)
+    to_bytes, byte_fallback, strips = _decoder_family(decoder)
     vocabulary = library.get_vocab(with_added_tokens=True)
     return Tokenizer(
         path=file,
@@ -102,23 +109,25 @@ def load_tokenizer(path: Path) -> Tokenizer:
         special=frozenset(token_id for token_id, token in added.items() if token.special),
         added={token_id: token.content for token_id, token in added.items()},
         byte_fallback=byte_fallback,
+        strips=strips,
         _library=library,
     )
 
 
-def _decoder_family(decoder: Any) -> tuple[Any, bool]:
-    """(token -> bytes or None, byte fallback?) for the `decoder` part of a tokenizer.json."""
+def _decoder_family(decoder: Any) -> tuple[Callable[[str], bytes] | None, bool, bool]:
+    """(token -> bytes or None, byte fallback?, strips a leading space?) for the `decoder` part of a tokenizer.json."""
     if not isinstance(decoder, dict):
-        return None, False
+        return None, False, False
     if decoder.get("type") == "ByteLevel":
-        return _byte_level, False
+        return _byte_level, False, False
     if decoder.get("type") == "Sequence":
-        steps = [step.get("type") for step in decoder.get("decoders", [])]
-        if steps[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[3:] in ([], ["Strip"]):
-            replace = decoder["decoders"][0]
-            if replace.get("pattern") == {"String": "\u2581"} and replace.get("content") == " ":
-                return _sentencepiece, True
-    return None, False
+        steps = decoder.get("decoders", [])
+        kinds = [step.get("type") for step in steps]
+        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        known_end = kinds[3:] == [] or steps[3:] == [strip]
+        if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == _SPACES and known_end:
+            return _sentencepiece, True, len(steps) == 4
+    return None, False, False
 
 
 def _byte_characters() -> dict[str, int]:
@@ -147,7 +156,7 @@ def _sentencepiece(token: str) -> bytes:
 
 THREE_WAYS = (
     "give it in one of three ways: --tokenizer PATH (a tokenizer.json or the folder that holds it), "
-    "SPARSEETY_VERIFY_TOKENIZER=PATH, or run where the path that the engine was started with exists"
+    "SPARSEETY_VERIFY_TOKENIZER=PATH, or run where the engine's own path or hub cache is"
 )
 
 
@@ -159,27 +168,39 @@ class TokenizerShelf:
     _loaded: dict[Path, Tokenizer] = field(default_factory=dict)
 
     def find(self, name: str, sha256: str | None) -> Tokenizer:
-        """The tokenizer of an engine that logged this path and hash. Raises NoTokenizer.
+        """The tokenizer of an engine that logged this name and hash. Raises SparseetyError.
 
-        No hash was logged: the first one given is taken, else the engine's path.
+        No hash was logged: the first one given is taken, else what the engine's name leads to on this machine.
         """
-        engine_path = Path(name)
-        candidates = list(self.given)
-        if engine_path.exists():
-            candidates.append(engine_path)
-        if not candidates:
-            raise NoTokenizer(f'no tokenizer for the model served with "{name}": {THREE_WAYS}')
-        tokenizers_ = [self._load(path) for path in candidates]
-        for tokenizer in tokenizers_:
+        others = []
+        for path in [*self.given, *_local(name)]:
+            tokenizer = self._load(path)
             if sha256 is None or tokenizer.sha256 == sha256:
                 return tokenizer
-        seen = ", ".join(f"{tokenizer.path} is {tokenizer.sha256[:12]}" for tokenizer in tokenizers_)
+            others.append(f"{tokenizer.path} is {tokenizer.sha256[:12]}")
+        if not others:
+            raise NoTokenizer(f'no tokenizer for the model served with "{name}": {THREE_WAYS}')
         raise NoTokenizer(
             f'the engine served "{name}" with a tokenizer.json of sha256 {sha256[:12] if sha256 else ""}'
-            f"; {seen}; {THREE_WAYS}"
+            f"; {', '.join(others)}; {THREE_WAYS}"
         )
 
     def _load(self, path: Path) -> Tokenizer:
         if path not in self._loaded:
             self._loaded[path] = load_tokenizer(path)
         return self._loaded[path]
+
+
+def _local(name: str) -> Iterator[Path]:
+    """Where the engine's name for its tokenizer leads to on this machine: a folder, or the hub's cache."""
+    if not name:
+        return
+    try:
+        if (Path(name) / "tokenizer.json").is_file():
+            yield Path(name) / "tokenizer.json"
+        elif Path(name).is_file():
+            yield Path(name)
+        elif isinstance(cached := try_to_load_from_cache(name, "tokenizer.json"), str):
+            yield Path(cached)
+    except (OSError, ValueError):  # no name of a file, and none of a repository
+        return

@@ -12,7 +12,7 @@ from deploy.demo.replay import Ended, Piece
 from deploy.demo.requests import Ask, Prompt
 from sampler_hook.recorder import EngineRecorder, Sampled
 from sparseety.clock import monotonic_clock
-from sparseety.logfile import LogWriter
+from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, EngineStart, Scope, TokenizerIdentity
 
 VERSION = "0.32.0+sparseety.demo"  # whose dialect it speaks, and that it is not that program

@@ -103,9 +103,19 @@ class Detokenizer:
         """Take one id; `is_end`: it ended the sequence as an end token. Returns the stop string it completed."""
         if is_end and not self._sampling.include_stop_str_in_output:
             return None
-        new = self._stream.step(self._tokenizer, token_id) or ""
+        new = self._step(token_id)
         self._text += new
         return self._cut_at_stop(len(new)) if new else None
+
+    def _step(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception as error:
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            # As vLLM does it: broken bytes became whole otherwise than foreseen; begin anew, without the context.
+            self._stream = DecodeStream(skip_special_tokens=self._sampling.skip_special_tokens)
+            return self._stream.step(self._tokenizer, token_id) or ""
 
     def delta(self, *, finished: bool) -> str:
         """Text not handed out yet."""

@@ -1,0 +1,355 @@
+"""Writes the capture log: a bounded queue that never makes its caller wait, and a thread that fills segments."""
+
+import errno
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+import sparseety
+from sparseety.clock import Clock
+from sparseety.errors import SparseetyError
+from sparseety.records import (
+    FORMAT_VERSION,
+    AnyRecord,
+    EngineStart,
+    Gap,
+    LogClose,
+    LogOpen,
+    Record,
+    Scope,
+    Source,
+    subjects,
+)
+from sparseety.segments import Displaced, Rotation, Segment, segment_name
+from sparseety.tidy import Tidier
+
+log = logging.getLogger("sparseety.log")
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(AnyRecord).decode
+
+_LINE_OVERHEAD = 48  # bytes that a queued line takes in memory besides its own
+_BATCH_BYTES = 1 << 20  # of one write: joining lines holds the interpreter's lock
+_NAMES_IN_A_GAP = 10_000  # requests; a gap that concerns more names none, and covers the time since the record before
+_STUCK_SECONDS = 5.0  # a write that takes longer is trouble
+_CLOSE_SECONDS = 10.0  # what a disk that does not answer may hold up the end of the program
+_SAY_AGAIN_SECONDS = 60.0
+_ENOUGH = 1.05  # times min_free_bytes: recording resumes
+
+
+@dataclass(slots=True)
+class _Loss:
+    """Records lost since the last gap was written."""
+
+    reason: str = ""
+    count: int = 0
+    captures: set[int] = field(default_factory=set)
+    requests: set[int] = field(default_factory=set)
+    unnamed: bool = False
+
+    def add(self, record: AnyRecord, reason: str) -> None:
+        self.reason = reason
+        self.count += record.count if isinstance(record, Gap) else 1  # a gap that is lost stands for its records
+        captures, requests = subjects(record)
+        self.captures.update(captures)
+        self.requests.update(requests)
+        if isinstance(record, Gap) and not captures and not requests:
+            self.unnamed = True
+        if self.unnamed or len(self.captures) + len(self.requests) > _NAMES_IN_A_GAP:
+            self.unnamed = True
+            self.captures.clear()
+            self.requests.clear()
+
+    def gap(self, ts: float) -> Gap:
+        return Gap(
+            ts=ts,
+            reason=self.reason,
+            count=self.count,
+            captures=sorted(self.captures),
+            requests=sorted(self.requests),
+        )
+
+
+class LogWriter:
+    """Writes records from any thread, through a queue of bounded size, with one thread of its own.
+
+    `put` encodes, appends and returns; it never blocks and never raises. What the queue cannot hold or the disk
+    does not take is counted, and a `gap` naming the requests concerned goes into the log before anything later.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        source: Source,
+        scope: Scope,
+        *,
+        clock: Clock,
+        rotation: Rotation | None = None,
+        max_queue_bytes: int = 64 << 20,
+        flush_seconds: float = 0.05,
+    ) -> None:
+        """Open the first segment. Raises SparseetyError where the folder cannot be made or written."""
+        self.rotation = rotation or Rotation()
+        self._folder, self._clock = folder, clock
+        self._max_queue_bytes, self._flush_seconds = max_queue_bytes, flush_seconds
+        start = clock()
+        self._opening = LogOpen(
+            ts=start,
+            format=FORMAT_VERSION,
+            source=source,
+            host=re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "host",
+            pid=os.getpid(),
+            start=start,
+            program=f"sparseety {sparseety.__version__}",
+            scope=scope,
+        )
+        self._next_segment = 0
+        self.path = self._path(0)  # the segment that was opened last
+        self._repeated: list[bytes] = []  # records that each segment needs, because earlier ones may be gone
+        self._displacement: Gap | None = None  # said in the next segment's head
+        self._segment: Segment | None = None
+        self.written = 0  # records in the log
+        self.lost = 0  # records that never got there
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
+        self._lines: list[bytes] = []
+        self._queued_bytes = 0  # of lines not yet written, those being written too
+        self._loss = _Loss()
+        self._failing: OSError | None = None
+        self._said = -_SAY_AGAIN_SECONDS  # when a failure was logged last, by the monotonic clock
+        self._said_failed = False  # and nothing since
+        self._busy_since: float | None = None  # by the monotonic clock
+        self._closed = False
+        self._stop = threading.Event()
+        try:
+            self._segment = self._open_segment()
+        except OSError as error:
+            raise SparseetyError(
+                f"cannot write logs in {folder}/: {error.strerror}; give a folder that this user may write"
+            ) from None
+        self._tidier = Tidier(folder, source, self._opening.host, self.rotation)
+        self._thread = threading.Thread(target=self._run, name=f"sparseety-log-{source}", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """The writing thread lives, does not wait for the disk, and the disk took what was last given to it."""
+        since = self._busy_since
+        stuck = since is not None and time.monotonic() - since > _STUCK_SECONDS
+        return self._thread.is_alive() and self._failing is None and not stuck
+
+    @property
+    def fill(self) -> float:
+        """Share of the queue in use, 0..1."""
+        return self._queued_bytes / self._max_queue_bytes
+
+    def put(self, record: AnyRecord) -> bool:
+        """Queue a record. False: it was lost, which is counted and will be said in the log."""
+        try:
+            line = _encode(record) + b"\n"
+        except (UnicodeEncodeError, TypeError, ValueError, OverflowError) as error:
+            return self._lose(record, f"not encodable: {type(error).__name__}")
+        size = len(line) + _LINE_OVERHEAD
+        with self._lock:
+            if not self._closed and self._queued_bytes + size <= self._max_queue_bytes:
+                self._lines.append(line)
+                self._queued_bytes += size
+                if record.__class__ is EngineStart:
+                    self._repeated.append(line)
+                return True
+        return self._lose(record, "written after the log was closed" if self._closed else "queue full")
+
+    def flush(self) -> None:
+        """Write what is queued, now, in the caller's thread."""
+        with self._flushing:
+            with self._lock:
+                lines, self._lines = self._lines, []
+                size = self._queued_bytes
+                loss, self._loss = self._loss, _Loss()
+            self._busy_since = time.monotonic()
+            try:
+                if loss.count:
+                    lines.insert(0, _line(loss.gap(self._clock())))
+                self._write(lines)
+            except Exception as error:
+                log.exception("a bug while writing %s; writing goes on", self.path)
+                self._lose_lines(lines, f"not written: {type(error).__name__}")
+            finally:
+                self._busy_since = None
+                with self._lock:
+                    self._queued_bytes -= size
+
+    def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
+        """Write the rest and the closing record. Called twice, it does nothing the second time.
+
+        Waits no longer than so many seconds for a disk that does not answer; then the rest is lost. False: so it was.
+        """
+        with self._lock:
+            if self._closed:
+                return not self._thread.is_alive()
+            self._closed = True
+        self._stop.set()
+        self._tidier.close(seconds)
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            return True
+        with self._lock:
+            self.lost += len(self._lines)
+        log.error("the disk under %s does not answer; the last records are lost", self.path)
+        return False
+
+    # ----------------------------------------------------------------------------------------- the writing thread
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._flush_seconds):
+            self.flush()
+        self.flush()
+        with self._flushing:
+            self._end_segment(continued=False)
+
+    def _write(self, lines: list[bytes]) -> None:
+        done = 0
+        try:
+            if lines or self._failing:
+                self._usable_segment()
+            else:
+                self._end_segment_of_age()
+            while done < len(lines):
+                segment = self._usable_segment()
+                batch = lines[done : done + self._fitting(lines, done, segment)]
+                kept, error = segment.append(batch)
+                done += kept
+                self.written += kept
+                if error:
+                    raise error
+        except OSError as error:
+            self._lose_lines(lines[done:], f"not written: {error.strerror}")
+            self._say_failed(error)
+            return
+        self._say_works()
+
+    def _fitting(self, lines: list[bytes], first: int, segment: Segment) -> int:
+        """How many lines to write at once: what the segment still holds, and no less than one."""
+        room = min(_BATCH_BYTES, self.rotation.segment_bytes - segment.size) - len(lines[first])
+        count = 1
+        while first + count < len(lines) and (room := room - len(lines[first + count])) >= 0:
+            count += 1
+        return count
+
+    # ----------------------------------------------------------------------------------------------- its segments
+
+    def _path(self, number: int) -> Path:
+        opening = self._opening
+        return self._folder / segment_name(opening.source, opening.host, opening.pid, opening.start, number)
+
+    def _open_segment(self) -> Segment:
+        """Raises OSError; then the next try is for the same number, so that no number is missing."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        now = self._clock() if self._next_segment else self._opening.start
+        while True:
+            opening = msgspec.structs.replace(self._opening, ts=now, segment=self._next_segment)
+            header: list[Record] = [opening, self._displacement] if self._displacement else [opening]
+            try:
+                segment = Segment(
+                    self._path(self._next_segment), [*map(_line, header), *self._repeated_lines(now)], now
+                )
+                break
+            except FileExistsError:
+                self._next_segment += 1
+        self._next_segment += 1
+        self.path = segment.path
+        self._displacement = None
+        self.written += segment.records
+        return segment
+
+    def _repeated_lines(self, now: float) -> list[bytes]:
+        """Those records, as of now: what stands in this segment has happened by its beginning."""
+        return [_line(msgspec.structs.replace(_decode(line), ts=now)) for line in self._repeated]
+
+    def _usable_segment(self) -> Segment:
+        """The segment to append to, after a look at what became of it. Raises OSError."""
+        segment = self._segment
+        if segment and (displaced := segment.displaced()):
+            self._leave_segment(segment, displaced)
+        elif segment and segment.size >= self.rotation.segment_bytes:
+            self._end_segment(continued=True)
+        else:
+            self._end_segment_of_age()
+        if self._segment is None:
+            self._segment = self._open_segment()
+        needed = self.rotation.min_free_bytes * (_ENOUGH if self._failing else 1)
+        if needed and self._segment.free_bytes() < needed:
+            raise OSError(errno.ENOSPC, f"less than {self.rotation.min_free_bytes >> 20} MiB free on the disk")
+        return self._segment
+
+    def _end_segment_of_age(self) -> None:
+        """Also where nothing more comes, so that what was recorded can be shipped and packed."""
+        segment = self._segment
+        if segment is None or segment.records == segment.header_records:
+            return
+        if self._clock() - segment.opened >= self.rotation.segment_seconds:
+            self._end_segment(continued=True)
+            self._segment = self._open_segment()
+
+    def _end_segment(self, *, continued: bool) -> None:
+        segment, self._segment = self._segment, None
+        if segment is None:
+            return
+        closing = LogClose(ts=self._clock(), records=segment.records, lost=self.lost, continued=continued)
+        kept, error = segment.append([_line(closing)])
+        self.written += kept
+        if error:
+            log.warning("log %s could not be closed in order: %s", segment.path, error)
+        segment.close()
+        self._tidier.wake()
+
+    def _leave_segment(self, segment: Segment, displaced: Displaced) -> None:
+        """Go on in a new segment: another program had its hands on this one."""
+        log.warning("log %s %s; recording goes on in a new segment", segment.path, displaced.reason)
+        if displaced.lossy:
+            reason = f"{segment.path.name} {displaced.reason}"
+            self._displacement = Gap(ts=self._clock(), reason=reason, count=segment.records)
+            self._segment = None
+            segment.close()
+        else:
+            self._end_segment(continued=True)
+
+    # -------------------------------------------------------------------------------------------------- its losses
+
+    def _lose(self, record: AnyRecord, reason: str) -> bool:
+        with self._lock:
+            self._loss.add(record, reason)
+            self.lost += 1
+        return False
+
+    def _lose_lines(self, lines: list[bytes], reason: str) -> None:
+        for line in lines:
+            record = _decode(line)
+            with self._lock:
+                self._loss.add(record, reason)
+                self.lost += not isinstance(record, Gap)  # a gap's records are counted already
+
+    def _say_failed(self, error: OSError) -> None:
+        """Once, and not again within a minute: a disk that is full by and large takes a line now and then."""
+        if self._failing is None and time.monotonic() - self._said >= _SAY_AGAIN_SECONDS:
+            self._said = time.monotonic()
+            self._said_failed = True
+            log.error("cannot write %s: %s; recording goes on when it can, serving is not touched", self.path, error)
+        self._failing = error
+
+    def _say_works(self) -> None:
+        if self._failing and self._said_failed:
+            self._said_failed = False
+            log.warning("log %s is written again; %d records were lost so far", self.path, self.lost)
+        self._failing = None
+
+
+def _line(record: Record) -> bytes:
+    return _encode(record) + b"\n"
