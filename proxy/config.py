@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -147,6 +148,9 @@ def load_config(argv: Sequence[str]) -> Loaded:
     return Loaded(config, origins, file)
 
 
+_USERINFO = re.compile(r"//[^/@]*@")
+
+
 def _words(error: ValidationError, origins: dict[str, str]) -> str:
     first = error.errors()[0]
     name = str(first["loc"][0])
@@ -154,7 +158,8 @@ def _words(error: ValidationError, origins: dict[str, str]) -> str:
     if _extra(name, "secret"):
         return f"{origins[name]} {reason}"
     in_file = f": {name}" if ":" in origins[name] else ""
-    return f'{origins[name]}{in_file}="{values.show(first["input"])}" {reason}'
+    shown = _USERINFO.sub("//…@", values.show(first["input"]))  # a password in a URL is not for a screen or a log
+    return f'{origins[name]}{in_file}="{shown}" {reason}'
 
 
 def _check_together(config: ProxyConfig, origins: dict[str, str]) -> None:

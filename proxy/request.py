@@ -6,6 +6,7 @@ Source: the request models of vLLM 0.32 (ChatCompletionRequest, CompletionReques
 AnthropicMessagesRequest).
 """
 
+import hashlib
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,7 +54,7 @@ def read_parameters(body: bytes, endpoint: Endpoint) -> RequestParameters | None
         case "responses":
             return RequestParameters(**common, **_input(fields))
         case _:
-            return RequestParameters(**common, **_prompts(_get(fields, "prompt", Any)))
+            return RequestParameters(**common, **_prompts(_get(fields, "prompt", Any), echo=common["echo"]))
 
 
 _SWITCHES = {
@@ -136,10 +137,11 @@ def _messages(messages: list[Any] | None, *beside: Any) -> dict[str, Any]:
     return {"messages": len(messages), "prompt_chars": chars}
 
 
-def _prompts(prompt: Any) -> dict[str, Any]:
+def _prompts(prompt: Any, *, echo: bool) -> dict[str, Any]:
     """One prompt is a string or a list of ids; several are a list of those."""
     if isinstance(prompt, str):
-        return {"prompt_chars": len(prompt)}
+        echoed = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest() if echo else None
+        return {"prompt_chars": len(prompt), "prompt_sha256": echoed}
     if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
         return {}
     texts = [item for item in prompt if isinstance(item, str)]

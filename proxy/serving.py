@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 
+from proxy.front import FrontProtocol, watch_peers
 from proxy.values import Address
 from sparseety.errors import SparseetyError
 
@@ -37,7 +37,7 @@ def serving(app: object, lifespan: str) -> Server:
     return Server(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
-            http="httptools",
+            http=FrontProtocol,
             ws="none",
             lifespan=lifespan,  # type: ignore[arg-type]
             interface="asgi3",
@@ -93,16 +93,8 @@ def listen(address: Address, flag: str, *, shared: bool = False) -> socket.socke
             reason = os.strerror(error.errno)  # the error's own words repeat the address
         raise SparseetyError(f"cannot listen on {address}: {reason}; choose another with {flag}") from None
     opened.setblocking(False)
+    watch_peers(opened)
     return opened
-
-
-def quiet_uvicorn() -> None:
-    """Drop the one line that uvicorn logs for each reply that is broken off: it is done on purpose, and recorded."""
-    logging.getLogger("uvicorn.error").addFilter(_expected)
-
-
-def _expected(record: logging.LogRecord) -> bool:
-    return record.msg != "ASGI callable returned without completing response."
 
 
 async def first(event: asyncio.Event, work: asyncio.Task[object] | asyncio.Task[None]) -> None:

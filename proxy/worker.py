@@ -10,9 +10,10 @@ from proxy.app import ProxyApp
 from proxy.capture import ENDPOINTS, Limits
 from proxy.config import ProxyConfig
 from proxy.counters import Counters, LiveStream, Overview, Report, overview_of
+from proxy.logs import keep_contents_out
 from proxy.protect import Guard, Thresholds, watch
 from proxy.recording import Recorder
-from proxy.serving import finish, first, quiet_uvicorn, serving
+from proxy.serving import finish, first, serving
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
@@ -86,7 +87,7 @@ class Worker:
         self._app = ProxyApp(self.upstream, self._recorder)
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event, listening: asyncio.Event) -> Summary:
-        quiet_uvicorn()
+        keep_contents_out()
         front = serving(self._app, "on")
         front_task = asyncio.create_task(front.serve([self._socket]))
         watching = asyncio.create_task(self._watch())

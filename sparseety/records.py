@@ -118,6 +118,7 @@ class RequestParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prompts: int = 1  # /v1/completions: number of prompts
     messages: int | None = None  # number of messages or input items; not of /v1/completions
     prompt_chars: int | None = None  # code points of all prompt text; None where the prompt is token ids
+    prompt_sha256: str | None = None  # of the one text prompt that is to be echoed, to check what comes back
 
 
 class RequestStart(Record, frozen=True, kw_only=True, tag="request_start"):

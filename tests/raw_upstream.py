@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from proxy.config import ProxyConfig
@@ -189,7 +190,10 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 @contextlib.contextmanager
-def in_thread(work: Callable[[Callable[[], None], asyncio.Event], AsyncIterator[None] | object]) -> Iterator[None]:
+def in_thread(
+    work: Callable[[Callable[[], None], asyncio.Event], AsyncIterator[None] | object],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> Iterator[None]:
     """Run `work(ready, stop)` in a loop of its own, in a thread, until the block ends."""
     ready = threading.Event()
     handles: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -202,7 +206,8 @@ def in_thread(work: Callable[[Callable[[], None], asyncio.Event], AsyncIterator[
 
     def body() -> None:
         try:
-            asyncio.run(run())
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(run())
         except BaseException as error:  # noqa: BLE001 -- told to the test, in its own thread
             failures.append(error)
         finally:
@@ -269,7 +274,7 @@ def running_proxy(
     async def work(ready: Callable[[], None], stop: asyncio.Event) -> None:
         proxy.summary = await proxy.service.run(stop, asyncio.Event(), on_ready=ready)
 
-    with in_thread(work):
+    with in_thread(work, uvloop.new_event_loop):  # the loop of the command, which differs from asyncio's own
         yield proxy
 
 

@@ -235,6 +235,6 @@ def test_a_disk_that_hangs_keeps_neither_a_client_waiting_nor_the_proxy_from_end
         assert proxy.summary.log_closed is False
         free.set()
         for thread in threading.enumerate():
-            if thread.name == "sparseety-log-close":
+            if thread.name.startswith("sparseety-log"):
                 thread.join(WAIT)
     assert sum(isinstance(record, StreamDone) for record in records(proxy.log_dir)) == 2

@@ -1,5 +1,6 @@
 """`verify-tokens` on whole logs: the join, the verdicts, the exit codes and the words."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -327,8 +328,14 @@ def test_min_coverage_decides_whether_an_incomplete_request_matters(tmp_path, ve
     assert verify(folder, "--min-coverage", "0.5").exit_code == 0
 
 
-def test_echoed_prompts_are_told_from_generated_text_by_their_length(tmp_path, verify):
+def test_echoed_prompts_are_checked_and_told_from_generated_text(tmp_path, verify):
+    sha256 = hashlib.sha256(b"the prompt").hexdigest()
+    keys = {"endpoint": "completions", "echo": True, "prompt_chars": 10, "prompt_sha256": sha256}
     book = Logbook()
-    book.engine_request("cmpl-1-0", [HELLO, EOS])
-    book.stream("cmpl-1", ["the prompthello"], endpoint="completions", echo=True, prompt_chars=10)
-    assert codes(verify(book.write(tmp_path), "--json"), "cmpl-1") == ("pass", set())
+    for name, text in {"cmpl-1": "the prompthello", "cmpl-2": "the Prompthello", "cmpl-3": "the promptjello"}.items():
+        book.engine_request(f"{name}-0", [HELLO, EOS])
+        book.stream(name, [text], **keys)
+    result = verify(book.write(tmp_path), "--json")
+    assert codes(result, "cmpl-1") == ("pass", set())
+    assert codes(result, "cmpl-2") == ("incomplete", {"UNVERIFIABLE"})
+    assert codes(result, "cmpl-3") == ("fail", {"ALTERED_TEXT"})

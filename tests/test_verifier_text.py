@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers.decoders import DecodeStream
 
+from deploy.demo.replay import Detokenizer, Sampling
 from tests.logbook import BYTE_LEVEL, EOS, SENTENCEPIECE
 from verifier.classify import classify
 from verifier.compare import Comparison, Ending, compare
@@ -168,9 +169,13 @@ def real_streams() -> list[dict]:
 
 
 def served(tokenizer: Tokenizer, prompt: list[int], ids: list[int], ended_by_token: bool) -> list[str]:
-    """The deltas of a server that streams one token a chunk, made by the library itself."""
-    stream = DecodeStream(ids=prompt, skip_special_tokens=True)
-    return [stream.step(tokenizer._library, token) or "" for token in (ids[:-1] if ended_by_token else ids)]
+    """The deltas of a server that streams one token a chunk, as the demo backend makes them."""
+    detokenizer = Detokenizer(tokenizer._library, prompt, Sampling(len(ids), eos_id=-1))
+    deltas = []
+    for token in ids[:-1] if ended_by_token else ids:
+        detokenizer.add(token, is_end=False)
+        deltas.append(detokenizer.delta(finished=False))
+    return deltas
 
 
 def rules_of(prompt: list[int]) -> TextRules:
@@ -229,12 +234,16 @@ def alter(deltas: list[str], at: int) -> list[str]:
     return [*deltas[:at], chr(ord(deltas[at][0]) ^ 1) + deltas[at][1:], *deltas[at + 1 :]]
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the five real tokenizers are not beside this checkout")
-@pytest.mark.parametrize("name", ["smollm2", "qwen3", "gpt2", "deepseek-v4", "mistral-v1"])
-def test_random_ids_of_five_real_tokenizers_give_what_the_detokenizer_gives(name):
+OTHERS = [pytest.param(SHARED / name, id=name) for name in ("qwen3", "gpt2", "deepseek-v4", "mistral-v1")]
+
+
+@pytest.mark.parametrize("path", [SMOLLM2, BYTE_LEVEL, SENTENCEPIECE, *OTHERS])
+def test_random_ids_give_what_the_servers_detokenizer_gives(path):
     """Random ids are full of broken characters and specials: the worst case for a byte table."""
-    tokenizer = load_tokenizer(SHARED / name)
-    rng = random.Random(name)
+    if not path.exists():
+        pytest.skip("this real tokenizer is not beside the checkout")
+    tokenizer = load_tokenizer(path)
+    rng = random.Random(path.name)
     known = sorted(tokenizer.table or {})
     for _ in range(150):
         prompt, ids = rng.choices(known, k=8), rng.choices(known, k=40)

@@ -1,5 +1,6 @@
 """Judge one choice: the text that came against the ids that were sampled, and the ids in the stream. Pure."""
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -134,7 +135,11 @@ class ChoiceJudge:
             return text, None
         if start.endpoint != "completions" or parameters.prompts != 1 or parameters.prompt_chars is None:
             return text, "the prompt is echoed, and its length in characters is not known"
-        return text[parameters.prompt_chars :], None
+        prompt, generated = text[: parameters.prompt_chars], text[parameters.prompt_chars :]
+        cut = len(prompt) < parameters.prompt_chars  # the stream broke off within it
+        if not cut and hashlib.sha256(prompt.encode()).hexdigest() != parameters.prompt_sha256:
+            return text, "what was echoed is not the prompt of the request"
+        return generated, None
 
     def _chunk_ends(self) -> list[int]:
         return list(accumulate(map(len, self.delivered.pieces)))

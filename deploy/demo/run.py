@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.demo.faults import parse_fault
+
 ROOT = Path(__file__).parents[2]
 TAIL_LINES = 25
 MEANING = {0: "all passed", 1: "a check failed", 3: "nothing failed, but not all could be checked"}
@@ -226,10 +228,20 @@ def demo(options: argparse.Namespace) -> bool:
     return judge(logs / "fault", expected) and clean
 
 
+def fault_name(text: str) -> str:
+    try:
+        parse_fault(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.run", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--logs", type=Path, default=ROOT / "demo-logs", help="its sub-folders are made anew")
-    parser.add_argument("--fault", default="alter", metavar="KIND[@N]", help="see backend.py (default: %(default)s)")
+    parser.add_argument(
+        "--fault", type=fault_name, default="alter", metavar="KIND[@N]", help="see backend.py (default: %(default)s)"
+    )
     parser.add_argument("--fault-every", type=int, default=25, metavar="M", help="which request has it (%(default)s)")
     parser.add_argument("--vllm", type=Path, metavar="VENV", help="environment with a real vLLM and the plugin")
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model it is to serve")
