@@ -108,6 +108,7 @@ async def fetch_once(url: str, method: str = "GET", *, reference: bool = False) 
 
 
 EVENTS = [b"data: 1\n\n", b"data: \xf0\x9f", b"\x98\x80\r\n\r\n"]
+END = (Close, Reset, AwaitHangUp)
 REPLIES = {
     "length": (reply(b"abc", b"X-A:  1 ", b"x-a:2", b"Set-Cookie: a", b"x-empty:"),),
     "empty": (reply(b""),),
@@ -146,10 +147,8 @@ def test_a_reply_is_read_as_httpx_reads_it(run, name):
     assert (expected.outcome == "complete") == (whole and "closed" not in name)
 
 
-@pytest.mark.parametrize("name", [name for name, steps in REPLIES.items() if len(steps) == 1])
+@pytest.mark.parametrize("name", [name for name, (first, *rest) in REPLIES.items() if not rest and first not in END])
 def test_a_reply_to_head_has_no_body(run, name):
-    if not isinstance(REPLIES[name][0], bytes):
-        pytest.skip("no reply at all")
     with running_upstream(*REPLIES[name]) as server:
         assert run(fetch_once(server.url, "HEAD")).body == b""
 
@@ -427,12 +426,12 @@ def test_a_limit_that_is_set_says_which_it_was(run, timeouts, steps, status, wor
 
 def test_the_limit_of_silence_does_not_count_while_it_is_the_client_that_waits(run):
     async def slow(url):
-        async with upstream_to(url, timeouts=Timeouts(idle=0.2)) as upstream:
+        async with upstream_to(url, timeouts=Timeouts(idle=1.0)) as upstream:
             response = await upstream.send("GET", b"/", [(b"host", b"x")], parts())
             size = 0
             async for data in response.stream:
                 if not size:
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(1.5)
                 size += len(data)
             return size
 
