@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -165,7 +165,7 @@ class Server:
         event = {"id": name, "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
         self._put(served.capture.reply_body(b"data: " + msgspec.json.encode(event) + b"\n\n", self._clock()))
 
-    def _put(self, records: list[AnyRecord]) -> None:
+    def _put(self, records: Sequence[AnyRecord]) -> None:
         for record in records:
             self._proxy.put(record)
 

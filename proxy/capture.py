@@ -4,6 +4,7 @@ It knows neither the server in front nor the HTTP library behind, so it can be m
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proxy import headers as header_lists
@@ -177,7 +178,7 @@ class RequestCapture:
                 records.extend(self._unreadable(error, ts))
         return records
 
-    def reply_body(self, data: bytes, ts: float) -> list[AnyRecord]:
+    def reply_body(self, data: bytes, ts: float) -> Sequence[AnyRecord]:
         """One read of the reply's body has been forwarded; ts: when it was received."""
         if self._first_chunk is None:
             self._first_chunk = ts
@@ -197,7 +198,7 @@ class RequestCapture:
                 data = self._inflater.feed(data)
             except CannotInflate as error:
                 return self._unreadable(error, ts)
-        return list(stream.feed(data, self._reads, ts))
+        return stream.feed(data, self._reads, ts)
 
     def _unreadable(self, error: CannotInflate, ts: float) -> list[AnyRecord]:
         """The rest of this stream is forwarded, counted and hashed, but not read."""

@@ -1,6 +1,6 @@
 """Raw header lists: (name, value) pairs of bytes, order and duplicates kept. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 HeaderList = Sequence[tuple[bytes, bytes]]
 
@@ -17,13 +17,17 @@ _NEVER_DROPPED = frozenset({b"content-length", b"host"})
 
 def get(headers: HeaderList, name: bytes) -> bytes | None:
     """The first value of a header; `name` in lower case."""
-    return next((value for key, value in headers if key.lower() == name), None)
+    for key, value in headers:
+        if key.lower() == name:
+            return value
+    return None
 
 
 def end_to_end(headers: HeaderList) -> list[tuple[bytes, bytes]]:
     """The headers that belong to the message, in the order they came, less what `Connection` names."""
-    named = {option.strip().lower() for value in _values(headers, b"connection") for option in value.split(b",")}
-    dropped = HOP_BY_HOP | (named - _NEVER_DROPPED)
+    dropped = HOP_BY_HOP
+    if named := _values(headers, b"connection"):
+        dropped |= {option.strip().lower() for value in named for option in value.split(b",")} - _NEVER_DROPPED
     return [(name, value) for name, value in headers if name.lower() not in dropped]
 
 
@@ -55,5 +59,5 @@ def content_coding(headers: HeaderList) -> str | None:
     return b", ".join(codings).decode("latin-1") if codings else None
 
 
-def _values(headers: HeaderList, name: bytes) -> Iterable[bytes]:
-    return (value for key, value in headers if key.lower() == name)
+def _values(headers: HeaderList, name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key.lower() == name]

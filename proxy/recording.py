@@ -1,9 +1,11 @@
 """Between relay and capture: gives requests their numbers, writes their records, keeps any trouble from serving."""
 
+import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from uuid import uuid4
 
 from proxy.capture import Limits, RequestCapture, RequestHead
@@ -15,6 +17,13 @@ from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, Chunk, Gap, Outcome, RequestStart, Response, Stamps
 
 log = logging.getLogger("sparseety.proxy")
+
+
+# Reads of replies are recorded in batches, each batch in short turns: done in the shadow of each read, the same work
+# costs half as much again.
+BATCH_SECONDS = 0.05
+TURN_READS = 32  # so that no read waits behind more than a fraction of a millisecond of recording
+WAITING_BYTES = 1 << 22  # that may wait, of all requests
 
 
 class Recorder:
@@ -33,6 +42,32 @@ class Recorder:
         self.guard = guard or Guard(Thresholds())
         self.open: dict[int, Recording] = {}
         self._numbers = itertools.count(1)
+        self._waiting: deque[Recording] = deque()  # those with reads to be recorded, each once
+        self._waiting_bytes = 0
+        self._scheduled = False
+
+    def later(self, recording: "Recording", size: int, *, first: bool) -> None:
+        """A read of so many bytes waits to be recorded; first: the only one of this request."""
+        self._waiting_bytes += size
+        if first:
+            self._waiting.append(recording)
+        if self._waiting_bytes > WAITING_BYTES:
+            while self._waiting:
+                self._waiting.popleft().catch_up()
+        elif not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_later(BATCH_SECONDS, self._turn)
+
+    def done(self, size: int) -> None:
+        self._waiting_bytes -= size
+
+    def _turn(self) -> None:
+        reads = 0
+        while self._waiting and reads < TURN_READS:
+            reads += self._waiting.popleft().catch_up()
+        self._scheduled = bool(self._waiting)
+        if self._scheduled:
+            asyncio.get_running_loop().call_soon(self._turn)
 
     def begin(self, head: RequestHead) -> "Recording":
         number = next(self._numbers)
@@ -50,6 +85,7 @@ class Recording:
         self._status: int | None = None
         self._reads = self._bytes = 0
         self._started = False  # request_start is written
+        self._unread: list[tuple[bytes, float]] = []  # reads of the reply that are not recorded yet
         self._skipped = False  # not recorded, or not to its end, because the capture was paused
         self._capture: RequestCapture | None = None
         try:
@@ -76,11 +112,21 @@ class Recording:
     def reply_body(self, data: bytes, ts: float) -> None:
         self._reads += 1
         self._bytes += len(data)
-        if capture := self._capture:
-            self._write(lambda: capture.reply_body(data, ts))
+        if self._capture:
+            self._unread.append((data, ts))
+            self._recorder.later(self, len(data), first=len(self._unread) == 1)
+
+    def catch_up(self) -> int:
+        """Record the reads that wait; returns how many those were."""
+        reads, self._unread = self._unread, []
+        self._recorder.done(sum([len(data) for data, _ in reads]))
+        if reads and (capture := self._capture):
+            self._write(lambda: [record for data, ts in reads for record in capture.reply_body(data, ts)])
+        return len(reads)
 
     def ended(self, outcome: Outcome, error: str | None) -> None:
         self._recorder.open.pop(self._number, None)
+        self.catch_up()
         if capture := self._capture:
             self._write(lambda: capture.ended(outcome, self._recorder.clock(), error))
         if self._skipped:
@@ -96,7 +142,7 @@ class Recording:
             captured=self._capture is not None,
         )
 
-    def _write(self, step: Callable[[], Iterable[AnyRecord]]) -> None:
+    def _write(self, step: Callable[[], list[AnyRecord]]) -> None:
         begun = time.perf_counter()
         try:
             if self._guard.paused:
@@ -108,13 +154,13 @@ class Recording:
         finally:
             self._guard.spent += time.perf_counter() - begun
 
-    def _put_all(self, records: Iterable[AnyRecord]) -> None:
+    def _put_all(self, records: list[AnyRecord]) -> None:
         assert self._writer is not None
+        self._writer.put_all(records)
         for record in records:
-            self._writer.put(record)
-            if isinstance(record, Chunk):
+            if type(record) is Chunk:
                 self._recorder.counters.chunks += 1
-            elif isinstance(record, RequestStart):
+            elif type(record) is RequestStart:
                 self._started = True
 
     def _skip(self) -> None:

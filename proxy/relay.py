@@ -8,11 +8,12 @@ from urllib.parse import quote
 
 import httpx
 
-from proxy.asgi import Receive, Scope, Send
+from proxy.asgi import Message, Receive, Scope, Send
 from proxy.capture import RequestHead
 from proxy.counters import Counters
 from proxy.headers import HeaderList, end_to_end, for_upstream, is_event_stream
 from proxy.recording import Recorder, Recording
+from proxy.transport import ReplyStream
 from proxy.upstream import Upstream, explain
 from sparseety.clock import Clock
 from sparseety.records import Outcome
@@ -23,6 +24,7 @@ log = logging.getLogger("sparseety.proxy")
 _REFUSALS: dict[Outcome, tuple[int, str]] = {
     "upstream_unreachable": (502, "the upstream cannot be reached"),
     "upstream_broken": (502, "the upstream broke off before it replied"),
+    "upstream_timeout": (504, "the upstream kept the proxy waiting for too long"),
     "internal_error": (500, "the proxy failed on this request"),
     "shutdown": (503, "the proxy is shutting down"),
 }
@@ -40,36 +42,39 @@ class Client:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._body_over = asyncio.Event()
+        self.interrupt = asyncio.timeout(None)  # encloses the exchange; expires when the client leaves
         self.gone = False  # it left before its reply was complete
         self.replied = False  # the head of a reply has been sent
         self._finished = False
+        self._waiting: asyncio.Task[Message] | None = None  # calls `receive`, which only one may do at a time
 
     async def body(self, recording: Recording) -> AsyncIterator[bytes]:
         """The request's body as it arrives. Raises ClientGone."""
-        more = True
-        while more:
-            message = await self._receive()
+        message = await self._next()
+        while True:
             if message["type"] == "http.disconnect":
-                self.gone = True
                 raise ClientGone
+            # Fetched while this part is sent on, so that a client that leaves, now or once its body is over, is noticed
+            # even where the upstream takes nothing and sends nothing.
+            self._waiting = asyncio.create_task(self._next())
             if data := message.get("body", b""):
                 yield data
                 recording.request_body(data)
-            more = message.get("more_body", False)
+            if not message.get("more_body", False):
+                break
+            message = await self._waiting
         recording.request_ended()
-        self._body_over.set()
 
-    def stop_reading(self) -> None:
-        """Nobody wants the rest of the body: `wait_gone` may have it."""
-        self._body_over.set()
+    async def _next(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._finished:  # ASGI says so after a complete reply too
+            self.gone = True
+            self.interrupt.reschedule(asyncio.get_running_loop().time())
+        return message
 
-    async def wait_gone(self) -> None:
-        """Return when the client hangs up. Only one may call `receive` at a time, so this waits for the body's end."""
-        await self._body_over.wait()
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.gone = not self._finished  # ASGI says "disconnect" after a complete reply too
+    def close(self) -> None:
+        if self._waiting is not None and not self._finished:
+            self._waiting.cancel()
 
     async def start(self, status: int, headers: HeaderList) -> None:
         self.replied = True
@@ -126,23 +131,20 @@ class Relay:
     async def _relay(self, scope: Scope, client: Client) -> None:
         head = RequestHead(scope["method"], scope["path"], scope["headers"], scope.get("query_string", b""))
         recording = self._recorder.begin(head)
-        exchange = asyncio.create_task(self._exchange(scope, client, recording))
-        watch = asyncio.create_task(client.wait_gone())
         ending: Ending = ("internal_error", None)
         try:
-            await asyncio.wait((exchange, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not client.gone:
-                ending = await exchange
+            async with client.interrupt:
+                ending = await self._exchange(scope, client, recording)
+        except (ClientGone, TimeoutError):
+            ending = ("client_gone", None)
         except asyncio.CancelledError:
             ending = ("shutdown", None)  # not raised again: the reply is broken off, or refused, by what follows
         except Exception as error:
             log.exception("relaying %s %s failed", head.method, head.path)
             ending = ("internal_error", type(error).__name__)
         finally:
-            exchange.cancel()
-            watch.cancel()
+            client.close()
             try:
-                await asyncio.gather(exchange, watch, return_exceptions=True)
                 if not client.gone and not client.replied:
                     await client.refuse(*ending)
             finally:
@@ -157,29 +159,35 @@ class Relay:
         headers = for_upstream(scope["headers"], self._upstream.authority)
         try:
             response = await self._upstream.send(scope["method"], _target(scope), headers, client.body(recording))
-        except ClientGone:
-            return "client_gone", None
         except httpx.TransportError as error:
             return explain(error)
         received = self._clock()
-        client.stop_reading()
-        streams = int(is_event_stream(response.headers.raw))
+        raw_headers = response.headers.raw
+        streams = int(is_event_stream(raw_headers))
         self._counters.open_streams += streams
+
+        async def pass_on(data: bytes) -> None:
+            received = self._clock()
+            try:
+                await client.forward(data)
+            finally:
+                recording.reply_body(data, received)  # it was received, even if the client did not wait for it
+
+        stream = response.stream
+        assert isinstance(stream, httpx.AsyncByteStream)
         try:
-            await client.start(response.status_code, end_to_end(response.headers.raw))
-            recording.reply_head(response.status_code, response.headers.raw, received)
-            assert isinstance(response.stream, httpx.AsyncByteStream)
-            async for data in response.stream:
-                received = self._clock()
-                try:
-                    await client.forward(data)
-                finally:
-                    recording.reply_body(data, received)  # it was received, even if the client did not wait for it
+            await client.start(response.status_code, end_to_end(raw_headers))
+            recording.reply_head(response.status_code, raw_headers, received)
+            if isinstance(stream, ReplyStream):
+                await stream.push(pass_on)
+            else:
+                async for data in stream:
+                    await pass_on(data)
         except httpx.TransportError as error:
-            return "upstream_broken", explain(error)[1]
+            return explain(error)
         finally:
             self._counters.open_streams -= streams
-            await response.aclose()
+            await stream.aclose()
         await client.finish()
         return "complete", None
 

@@ -6,20 +6,10 @@ from collections.abc import AsyncIterator
 
 import httpx
 
+from proxy.connection import Timeouts
 from proxy.headers import HeaderList
+from proxy.transport import Transport
 from sparseety.records import Outcome
-
-CONNECT_SECONDS = 5.0
-WRITE_SECONDS = 30.0  # a server that takes no byte of a request for so long is stuck; replies may take any time
-
-# vLLM closes an idle connection after 5 s. A request sent at that very moment is lost, and to send it again might
-# generate twice, so connections are given up well before.
-IDLE_SECONDS = 2.0
-
-# httpx queues what exceeds its limits, and counts busy connections among the idle ones it keeps: both must be high.
-_LIMITS = httpx.Limits(max_connections=1_000_000, max_keepalive_connections=1_000_000, keepalive_expiry=IDLE_SECONDS)
-
-_TIMEOUT = {"connect": CONNECT_SECONDS, "write": WRITE_SECONDS, "read": None, "pool": None}
 
 
 class _Body(httpx.AsyncByteStream):
@@ -39,14 +29,18 @@ class Upstream:
     """Sends requests to one server and returns replies whose body is still on its way."""
 
     def __init__(
-        self, url: str, transport: httpx.AsyncBaseTransport | None = None, ssl_context: ssl.SSLContext | None = None
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
+        """transport: another than the project's own, such as httpx's, with which tests compare it.
+
+        ssl_context: for https; None: the system's certificates.
+        """
         self._url = httpx.URL(url)
-        # The system's certificates, for they include an operator's own; none are loaded for plain http.
-        verify = (ssl_context or ssl.create_default_context()) if self._url.scheme == "https" else False
-        self._transport = transport or httpx.AsyncHTTPTransport(
-            verify=verify, retries=0, limits=_LIMITS, trust_env=False
-        )
+        self._transport = transport or Transport(self._url, timeouts=timeouts, ssl_context=ssl_context)
         self.authority = self._url.netloc
 
     async def send(self, method: str, target: bytes, headers: HeaderList, body: AsyncIterator[bytes]) -> httpx.Response:
@@ -60,7 +54,7 @@ class Upstream:
             self._url,
             headers=list(headers),
             stream=_Body(body),
-            extensions={"target": target, "timeout": _TIMEOUT},
+            extensions={"target": target},
         )
         return await self._transport.handle_async_request(request)
 
@@ -87,4 +81,6 @@ def explain(error: httpx.TransportError) -> tuple[Outcome, str]:
         return "upstream_unreachable", message
     if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
         return "internal_error", message  # this side made a request that HTTP does not allow
+    if isinstance(error, httpx.TimeoutException):
+        return "upstream_timeout", message
     return "upstream_broken", message

@@ -167,7 +167,7 @@ def _parts(choice: _Choice) -> list[Part]:
         texts.append(("reasoning", reasoning))
     if content:
         texts.append(("text", content))
-    calls = _calls(delta)
+    calls = _calls(delta) if delta.tool_calls or delta.function_call else []
     if calls:
         texts.append(("tool_call", "".join(call.arguments for call in calls)))
     if not texts:

@@ -166,6 +166,21 @@ class LogWriter:
                 return True
         return self._lose(record, "written after the log was closed" if self._closed else "queue full")
 
+    def put_all(self, records: list[AnyRecord]) -> None:
+        """As `put` for each of them, for less. Not for an EngineStart, which later segments repeat."""
+        try:
+            lines = [_encode(record) + b"\n" for record in records]
+        except (UnicodeEncodeError, TypeError, ValueError, OverflowError):
+            lines = []
+        size = sum(map(len, lines)) + _LINE_OVERHEAD * len(lines)
+        with self._lock:
+            if lines and not self._closed and self._queued_bytes + size <= self._max_queue_bytes:
+                self._lines += lines
+                self._queued_bytes += size
+                return
+        for record in records:  # one by one, to keep what can be kept and to say which are lost
+            self.put(record)
+
     def flush(self) -> None:
         """Write what is queued, now, in the caller's thread."""
         with self._flushing:

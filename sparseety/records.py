@@ -17,7 +17,15 @@ Mounting = Literal["proxy", "middleware"]
 Kind = Literal[
     "text", "reasoning", "tool_call", "role", "finish", "usage", "error", "comment", "control", "done", "unparsed"
 ]
-Outcome = Literal["complete", "client_gone", "upstream_broken", "upstream_unreachable", "shutdown", "internal_error"]
+Outcome = Literal[
+    "complete",
+    "client_gone",
+    "upstream_broken",
+    "upstream_unreachable",
+    "upstream_timeout",  # a limit of the proxy's own; none is set by default that a long prefill could meet
+    "shutdown",
+    "internal_error",
+]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):

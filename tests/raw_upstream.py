@@ -88,6 +88,7 @@ class RawUpstream:
         self.read_body = read_body  # False: reply as soon as the head is there
         self.requests: list[Received] = []
         self.arrived = threading.Semaphore(0)
+        self.connections = 0  # accepted so far
         self.port = 0
 
     @property
@@ -105,6 +106,7 @@ class RawUpstream:
             task = asyncio.current_task()
             assert task is not None
             tasks.add(task)
+            self.connections += 1
             try:
                 await self._connection(reader, writer)
             except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -119,6 +121,7 @@ class RawUpstream:
         self.port = server.sockets[0].getsockname()[1]
         ready()
         await stop.wait()
+        await asyncio.sleep(0.01)  # asyncio leaks a connection that it has accepted and not handed over yet
         server.close()
         for task in list(tasks):
             task.cancel()

@@ -246,7 +246,6 @@ def test_an_escaped_line_break_in_a_target_stays_escaped(tmp_path, tap, target):
     assert b"Evil" not in log.read_bytes().split(b"\n", 1)[0]
 
 
-@pytest.mark.xfail(reason="httpx takes it for the next reply; the project's own transport must not", strict=True)
 @pytest.mark.parametrize("excess", [reply(b"evil"), b"HTTP/1.1 200 OK\r\n", b"nonsense", b"\r\n"])
 def test_what_a_server_sends_beyond_its_reply_never_reaches_the_next_client(tmp_path, excess):
     with running_upstream(reply(b"one") + excess) as upstream, running_proxy(tmp_path, upstream.url) as proxy:

@@ -484,12 +484,7 @@ ODD_REPLIES = {
 }
 
 
-_HTTPX = pytest.mark.xfail(reason="httpx puts Host first; the project's own transport will not", strict=True)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_HTTPX if name == "a host further down" else ()) for name in ODD_REQUESTS]
-)
+@pytest.mark.parametrize("name", ODD_REQUESTS)
 def test_a_request_arrives_as_it_does_without_the_proxy(wire, name):
     request = ODD_REQUESTS[name]
     answer = reply(b"") if request.startswith(b"HEAD") else reply(b"{}")

@@ -122,7 +122,13 @@ def test_a_stream_that_ends_cleanly_without_its_end_is_unfinished(tmp_path, veri
 
 
 @pytest.mark.parametrize(
-    ("outcome", "verdict"), [("client_gone", "pass"), ("upstream_broken", "incomplete"), ("shutdown", "incomplete")]
+    ("outcome", "verdict"),
+    [
+        ("client_gone", "pass"),
+        ("upstream_broken", "incomplete"),
+        ("upstream_timeout", "incomplete"),
+        ("shutdown", "incomplete"),
+    ],
 )
 def test_a_broken_stream_passes_only_where_the_client_left(tmp_path, verify, outcome, verdict):
     book = Logbook()

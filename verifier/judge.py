@@ -14,6 +14,7 @@ from verifier.requests import Capture
 
 _BROKEN_OFF = {
     "upstream_broken": "the upstream broke off",
+    "upstream_timeout": "the upstream kept the proxy waiting for too long",
     "shutdown": "the proxy was stopped",
     "internal_error": "the proxy failed",
 }
