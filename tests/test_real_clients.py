@@ -27,6 +27,18 @@ pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(__file__).parent / "clients"
 CLIENTS = ("curl", "openai", "anthropic", "langchain", "node")
+SHOWN = {  # by the way each client has of saying it
+    "curl": ("HTTP/1.1 100 Continue", '"finish_reason": ["length"]', '"logprobs": {"content": [{', "[DONE]"),
+    "openai": (
+        '"finish_reason": ["length"]',
+        '"logprobs": {"content": [{',
+        "response.output_text.delta",
+        "APITimeoutError",
+    ),
+    "anthropic": ("max_tokens", "stop_sequence", "content_block_delta", "APITimeoutError"),
+    "langchain": ('"finish_reason": "length"', '"logprobs": {"content": [{', "OpenAITimeoutError"),
+    "node": ('"finish_reason": ["length"]', '"logprobs": {"content": [{', "APIConnectionTimeoutError"),
+}
 SERVER = ("--no-enable-prefix-caching", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -49,7 +61,7 @@ def report(client: str, url: str) -> dict[str, Any]:
         command = ["node", str(PROGRAMS / "openai_calls.cjs"), url]
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     environment |= {"NODE_PATH": str(folder / "node/node_modules"), "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{client} at {url}:\n{done.stdout[-500:]}\n{done.stderr}"
     return read_report(done.stdout)
 
@@ -105,16 +117,13 @@ def test_the_calls_show_what_they_are_there_to_show(run, client):
     everything = json.dumps(direct)
     assert everything.count("The capital of France is Paris.") >= 6
     assert '\\"city\\": \\"Paris\\"' in everything  # the tool was called
-    for shown in ("400", "404", "length" if client != "anthropic" else "max_tokens", "tokens", "logprob", "HTTP/1.1"):
-        assert shown in everything or (client, shown) in NOT_SHOWN, shown
+    for shown in ("400", "404", *SHOWN[client]):
+        assert shown in everything
     assert len(direct["in_parallel"]) == 8
     followed = direct["one_after_the_other"]
     replies = followed if client == "langchain" else followed["replies"]
     assert len(replies) == 40
     assert client == "langchain" or followed["connections"] == 1
-
-
-NOT_SHOWN = {("anthropic", "logprob")} | {(client, "HTTP/1.1") for client in CLIENTS[1:]}
 
 
 def test_every_reply_through_the_proxy_is_joined_and_only_tool_calls_are_left_unjudged(run):
@@ -151,5 +160,5 @@ def test_a_request_that_its_client_left_is_given_up_by_the_engine(run):
     finished = [record for _, record in read_log(path, problems.append) if isinstance(record, RequestFinished)]
     assert problems == []
     print("\ntokens of the longest replies:", sorted(record.total_ids for record in finished)[-10:])
-    assert max(record.total_ids for record in finished) < 500
+    assert max(record.total_ids for record in finished) < 1000
     assert sum(record.finish_reason == "abort" for record in finished) >= 2 * 3 * len(CLIENTS)

@@ -165,7 +165,7 @@ def no_reply_in_time() -> Any:
 
 @call
 def timed_out_in_the_middle() -> Any:
-    done = curl(*arguments(CHAT, LONG_STORY), "--max-time", "2")
+    done = curl(*arguments(CHAT, LONG_STORY), "--max-time", "3")
     text = "".join(
         choice["delta"].get("content") or ""
         for line in done.stdout.split("\n")
