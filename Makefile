@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_MODEL := demo-model
+CLIENTS := .clients
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm install-vllm lock clean
+.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients install-vllm lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +39,10 @@ demo-vllm: $(INSTALLED) install-vllm ## the demo with a real vLLM on the CPU (in
 test-vllm: $(INSTALLED) install-vllm ## the tests that need a real vLLM
 	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm -rP
 
+test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clients, with a real vLLM, direct and through the proxy
+	SPARSEETY_TEST_CLIENTS=$(CLIENTS) SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) \
+	  $(BIN)/python -m pytest tests/test_real_clients.py -rP
+
 install-vllm: check-python
 	PYTHON=$(PYTHON) deploy/vllm_cpu/install.sh $(VLLM_VENV) $(VLLM_MODEL)
 
@@ -49,7 +54,7 @@ lock: check-python ## requirements.lock anew, with the newest packages that pypr
 	  --no-emit-index-url --custom-compile-command "make lock" -o requirements.lock pyproject.toml -
 
 clean: ## what the targets above made, the environments included
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_MODEL) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -69,4 +74,15 @@ $(INSTALLED): requirements.lock pyproject.toml | check-python
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q --require-hashes -r requirements.lock
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+# What the clients need in turn is not locked: users have the newest, too.
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json | check-python
+	@command -v npm >/dev/null && command -v curl >/dev/null || { echo "error: the clients need npm (Node.js 20 or newer) and curl" >&2; exit 1; }
+	rm -rf $(CLIENTS)
+	$(PYTHON) -m venv $(CLIENTS)/python
+	$(CLIENTS)/python/bin/pip install -q -r tests/clients/requirements.txt
+	mkdir $(CLIENTS)/node
+	cp tests/clients/package.json $(CLIENTS)/node
+	npm install --prefix $(CLIENTS)/node --silent --no-package-lock --no-audit --no-fund
 	@touch $@

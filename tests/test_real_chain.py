@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +12,7 @@ import pytest
 
 from sparseety.logreader import LogProblem, find_logs, read_log
 from sparseety.records import AnyRecord, Response, Step, StreamDone
+from tests.proxy_command import start_proxy
 from tests.traffic import Got, mixed_traffic, send_all, usage_of
 from tests.vllm_server import serve
 
@@ -59,34 +57,6 @@ def chain(tmp_path_factory) -> Chain:
                 proxy.stop()
     lines = [json.loads(line) for line in tap.read_text().splitlines()]
     return Chain(logs, got, {line["request_id"]: line for line in lines if line["request_id"]})
-
-
-@dataclass
-class RunningProxy:
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
-
-
-def start_proxy(folder: Path, upstream: str, logs: Path) -> RunningProxy:
-    output = folder / "proxy-output.txt"
-    command = [sys.executable, "-m", "proxy.cli", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    command += ["--upstream", upstream, "--log-dir", str(logs)]
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=file, stderr=subprocess.STDOUT)
-    for _ in range(300):
-        text = output.read_text()
-        if "Ready" in text:
-            found = re.search(r"listen\s+(http://\S+)", text)
-            assert found, text
-            return RunningProxy(found[1], process)
-        assert process.poll() is None, text
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError(f"the proxy did not come up:\n{output.read_text()}")
 
 
 def test_every_named_request_is_joined_and_passes_without_a_false_alarm(chain):

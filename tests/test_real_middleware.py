@@ -14,7 +14,7 @@ import pytest
 
 from sparseety.logreader import find_logs, read_log
 from sparseety.records import AnyRecord, LogClose, LogOpen, RequestStart, Response, StreamDone
-from tests.test_real_chain import start_proxy
+from tests.proxy_command import start_proxy
 from tests.traffic import Ask, Got, mixed_traffic, send_all
 from tests.vllm_server import serve
 
