@@ -21,6 +21,8 @@ from sparseety.records import AnyRecord, Experts, Router, Site, Sparsity
 
 UNWRITTEN = -1
 
+# By the number that an operator is called with: a number is part of a compiled graph, what it stands for is not.
+thresholds: dict[int, float] = {}
 _library: list[Any] = []  # torch forgets operators whose library is collected
 _faults: list[Exception] = []  # of the operators, which may not raise inside a forward pass
 
@@ -32,7 +34,7 @@ def operators() -> Any:
     if not _library:
         library = torch.library.Library("sparseety", "DEF")
         for name, schema, implementation in (
-            ("count_activations", "(Tensor values, float threshold, Tensor(a!) out) -> ()", _count_activations),
+            ("count_activations", "(Tensor values, int threshold, Tensor(a!) out) -> ()", _count_activations),
             ("note_experts", "(Tensor logits, Tensor(a!) out) -> ()", _note_experts),
         ):
             library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -60,16 +62,18 @@ def _never_raising(body: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def _count_activations(values: Any, threshold: float, out: Any) -> None:
+def _count_activations(values: Any, threshold: int, out: Any) -> None:
     """Per row: elements that are not zero, and those that are not near zero."""
     import torch
+
+    near = thresholds[threshold]
 
     flat = values.reshape(-1, values.shape[-1])[: out.shape[0]]
     rows = out[: flat.shape[0]]
     # Comparing 16-bit floats is an order of magnitude slower on a CPU than turning them into booleans.
     torch.sum(flat.bool().view(torch.int8), 1, dtype=torch.int32, out=rows[:, 0])
-    if threshold > 0:
-        flat = torch.nn.functional.hardshrink(flat, _representable(threshold, flat.dtype))  # NaN stays as it is
+    if near > 0:
+        flat = torch.nn.functional.hardshrink(flat, _representable(near, flat.dtype))  # NaN stays as it is
         torch.sum(flat.bool().view(torch.int8), 1, dtype=torch.int32, out=rows[:, 1])
     else:
         rows[:, 1] = rows[:, 0]
@@ -110,7 +114,6 @@ class Counters:
 
     sites: list[Site]
     routers: list[Router]
-    threshold: float
     rows: int  # tokens of a step, at most
     device: Any
     clock: Clock

@@ -1,7 +1,7 @@
 """Counting one model's sparsity, whatever runs it: where, by which hooks, over which steps, into which records."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from sampler_hook import counters, sites
 from sampler_hook.counters import Counters
 from sampler_hook.ledger import Ledger, Rows, Slot
+from sampler_hook.sparsity_settings import EXPERTS, KINDS, SPARSITY
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
 from sparseety.records import AnyRecord, Gap, ParameterZeros, SparsityStart, Weights
@@ -33,18 +34,24 @@ class Counting:
         rows: int,
         device: Any,
         config: Any = None,
+        kinds: Collection[str] = KINDS,
     ) -> None:
         self._put, self._clock = put, clock
         self.found = sites.find(model, config=config, rank=start.tensor_parallel_rank)
+        if SPARSITY not in kinds:
+            self.found.sites.clear()
+        if EXPERTS not in kinds:
+            self.found.routers.clear()
+        self._wanted = {SPARSITY, EXPERTS} & set(kinds)
+        self._threshold = len(counters.thresholds)
+        counters.thresholds[self._threshold] = start.threshold
         self.start = replace(
             start,
             sites=[site for site, _ in self.found.sites],
             routers=[router for router, _ in self.found.routers],
             not_observed=self.found.not_observed,
         )
-        self._counters = Counters(
-            self.start.sites, self.start.routers, start.threshold, rows, device, clock, start.per_token
-        )
+        self._counters = Counters(self.start.sites, self.start.routers, rows, device, clock, start.per_token)
         self._ledger = Ledger()
         self._handles: list[Any] = []
         self._silent_reported = False
@@ -54,12 +61,12 @@ class Counting:
         operators = counters.operators()
         site_buffers, router_buffers = self._counters.buffers
         for (_, module), buffer in zip(self.found.sites, site_buffers, strict=True):
-            hook = _before_projection(operators.count_activations, self.start.threshold, buffer)
+            hook = _before_projection(operators.count_activations, self._threshold, buffer)
             self._handles.append(module.register_forward_pre_hook(hook))
         for (_, module), buffer in zip(self.found.routers, router_buffers, strict=True):
             self._handles.append(module.register_forward_hook(_after_router(operators.note_experts, buffer)))
         self._put(self.start)
-        if not self._handles and not self.start.tensor_parallel_rank:
+        if not self._handles and self._wanted and not self.start.tensor_parallel_rank:
             reasons = "; ".join(dict.fromkeys(self.found.not_observed.values()))
             raise SparseetyError(f"nothing of this model can be counted: {reasons}")
 
@@ -67,6 +74,18 @@ class Counting:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def set_threshold(self, threshold: float) -> None:
+        """Count near zeros by another threshold from the next step on. What was counted so far is written down first,
+        and the new `sparsity_start` says what the numbers behind it are of. A CUDA graph keeps the old one: it has the
+        number in it."""
+        if threshold == self.start.threshold:
+            return
+        self._counters.take(self._ledger.due(at_least=1))
+        self._write(wait=True)
+        self.start = replace(self.start, ts=self._clock(), threshold=threshold)
+        counters.thresholds[self._threshold] = threshold
+        self._put(self.start)
 
     def before_step(self, rows: int) -> None:
         self._counters.before_step(rows)
@@ -131,7 +150,7 @@ class Counting:
 # torch.compile traces through these: nothing but what it can trace, and no exception that it would have to catch.
 
 
-def _before_projection(count: Any, threshold: float, buffer: Any) -> Callable[..., None]:
+def _before_projection(count: Any, threshold: int, buffer: Any) -> Callable[..., None]:
     import torch
 
     def hook(module: Any, args: Any) -> None:

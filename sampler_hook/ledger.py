@@ -83,9 +83,10 @@ class Ledger:
             indexes += [slot.index] * segment.count
         return indexes
 
-    def due(self) -> list[Slot]:
+    def due(self, at_least: int | None = None) -> list[Slot]:
         """The slots that have enough to be written down; they begin anew."""
-        found = [slot for slot in self._slots.values() if slot.tokens >= self._every]
+        enough = at_least or self._every
+        found = [slot for slot in self._slots.values() if slot.tokens >= enough]
         for slot in found:
             self._slots[slot.engine_id, slot.phase] = Slot(slot.index, slot.engine_id, slot.phase)
         return found

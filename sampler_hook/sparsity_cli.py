@@ -53,7 +53,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if not table.counts:
         raise SparseetyError(
             f"{' '.join(arguments.paths)}: no log of a worker that counts sparsity; "
-            "was vLLM started with SPARSEETY_HOOK_DIR and SPARSEETY_HOOK_SPARSITY=request?"
+            "was vLLM started with SPARSEETY_HOOK_DIR and SPARSEETY_HOOK_CAPTURE=tokens,sparsity?"
         )
     return _tell(table, arguments.csv)
 

@@ -17,15 +17,13 @@ from typing import Any
 from sampler_hook import worker_adapters as adapters
 from sampler_hook.adapters import data_parallel_rank
 from sampler_hook.counting import Counting, weights
-from sampler_hook.sparsity_settings import SparsitySettings
+from sampler_hook.sparsity_settings import KINDS, WEIGHTS, SparsitySettings
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
 from sparseety.logfile import LogWriter
 from sparseety.records import Gap, Scope, SparsityStart, Weights
 
 log = logging.getLogger("vllm.sparseety")
-
-STEP = "sparseety_step"  # on a SchedulerOutput, which is pickled to the workers: the engine's number of the step
 
 _OURS = "__sparseety__"
 
@@ -34,7 +32,8 @@ Method = Callable[..., Any]
 
 def install(folder: Path, settings: SparsitySettings, environ: MutableMapping[str, str]) -> None:
     """Have the workers of this process, and of processes it starts, count. Raises SparseetyError."""
-    adapters.keep_out_of_the_compile_cache(environ)
+    if settings.kinds - {WEIGHTS}:
+        adapters.keep_out_of_the_compile_cache(environ)
     try:
         from vllm.v1.worker.worker_base import WorkerWrapperBase
     except ImportError as error:
@@ -100,7 +99,10 @@ class WorkerPart:
             self._switch_off(error)
 
     def _switch_off(self, error: Exception) -> None:
-        log.error("sparseety: counting sparsity failed and switched itself off; the rest goes on", exc_info=error)
+        if isinstance(error, SparseetyError):
+            log.error("sparseety: sparsity is not counted: %s", error)
+        else:
+            log.error("sparseety: counting sparsity failed and switched itself off; the rest goes on", exc_info=error)
         try:
             self.detach()
             if self._writer is not None:
@@ -146,7 +148,8 @@ class WorkerPart:
     # ------------------------------------------------------------------------------------------------ what they do
 
     def _count_weights(self, model: Any) -> None:
-        if self._weights is None:  # a draft model is loaded after the model that it drafts for
+        # Only the first: a draft model is loaded after the model that it drafts for.
+        if self._weights is None and WEIGHTS in self._settings.kinds:
             self._weights = weights(model, self._clock())
 
     def _loaded(self) -> None:
@@ -166,10 +169,12 @@ class WorkerPart:
             rows=adapters.rows_of_a_step(config),
             device=runner.device,
             config=adapters.text_config(config),
+            kinds=self._settings.kinds,
         )
+        if WEIGHTS in self._settings.kinds:
+            self._writer.put(self._weights or weights(adapters.language_model(runner), self._clock()))
         self._counting, self._batches = counting, adapters.BatchReader(config)
         counting.attach()
-        self._writer.put(self._weights or weights(adapters.language_model(runner), self._clock()))
         start = counting.start
         log.info(
             "sparseety: sparsity is counted at %d modules and %d routers; near zero is %g and below",
@@ -183,8 +188,12 @@ class WorkerPart:
         counting.finished(scheduler_output.finished_req_ids)
         self._batches.finished(scheduler_output.finished_req_ids)
         if scheduler_output.total_num_scheduled_tokens:
+            told = getattr(scheduler_output, adapters.FROM_ENGINE, {})  # step, requests to skip, what holds now
             order = adapters.batch_order(self._worker.model_runner)
-            counting.computed(self._batches.rows(scheduler_output, order), getattr(scheduler_output, STEP, None))
+            rows, kept = adapters.without(self._batches.rows(scheduler_output, order), told.get("skip", ()))
+            if rows and self._settings.kinds & set(told.get("capture", KINDS)):
+                counting.computed(rows, told.get("step"), kept)
+            counting.set_threshold(told.get("near_zero", counting.start.threshold))
 
     def close(self) -> None:
         if self._writer is None or self._pid != os.getpid():

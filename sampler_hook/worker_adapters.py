@@ -3,13 +3,13 @@
 vLLM's objects are Any, as in adapters.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from sampler_hook import adapters
 from sampler_hook.ledger import Rows
 
+FROM_ENGINE = "_sparseety"  # on a SchedulerOutput, which is pickled to the workers: what the engine's part tells them
 _NO_COMPILE_CACHE = "VLLM_DISABLE_COMPILE_CACHE"
 
 
@@ -78,14 +78,18 @@ class BatchReader:
     """Reads what a SchedulerOutput says of each request. Remembers prompt lengths: it says them once only."""
 
     def __init__(self, config: Any) -> None:
-        self._exact = adapters.starts_are_exact(config)
+        # Under async scheduling a step is planned before it is known how many drafts of the last one were rejected.
+        self._exact = config.speculative_config is None or not config.scheduler_config.async_scheduling
         self._prompt_len: dict[str, int] = {}
 
     def rows(self, scheduler_output: Any, order: Iterable[str]) -> list[Rows]:
+        starts = {}
         for new in scheduler_output.scheduled_new_reqs:
             prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
             self._prompt_len[new.req_id] = len(prompt)
-        starts = adapters.starts(scheduler_output)
+            starts[new.req_id] = new.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         counts, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         return [
             Rows(
@@ -103,3 +107,18 @@ class BatchReader:
     def finished(self, engine_ids: Iterable[str]) -> None:
         for engine_id in engine_ids:
             self._prompt_len.pop(engine_id, None)
+
+
+def without(rows: list[Rows], skipped: Collection[str]) -> tuple[list[Rows], list[int] | None]:
+    """What is left of a batch, and the numbers of the rows that are; None: all of them."""
+    if not skipped:
+        return rows, None
+    kept: list[Rows] = []
+    numbers: list[int] = []
+    first = 0
+    for each in rows:
+        if each.engine_id not in skipped:
+            kept.append(each)
+            numbers += range(first, first + each.count)
+        first += each.count
+    return kept, numbers

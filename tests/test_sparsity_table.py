@@ -108,7 +108,7 @@ def test_logs_without_counts_are_an_error_that_says_what_to_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "SPARSEETY_HOOK_SPARSITY" in capsys.readouterr().err
+    assert "SPARSEETY_HOOK_CAPTURE" in capsys.readouterr().err
 
 
 def test_without_torch_the_command_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
