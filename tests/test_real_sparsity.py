@@ -3,6 +3,7 @@
 Each model is run once with the counters on (half a minute each), without a server: what counts is in the workers.
 """
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +35,6 @@ class Run:
 
 
 def generate(model: str, folder: Path, *, eager: bool = True, **variables: str) -> Run:
-    import json
-
     asked = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "engine": {"enforce_eager": eager}}
     outputs = answer(
         *(str(ROOT / "tests/vllm_generate.py"), str(tiny(model)), json.dumps(asked)),
@@ -61,8 +60,6 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def plain(model: str, run: Run) -> list[dict[str, Any]]:
     """What transformers' own forward makes of the same tokens."""
-    import json
-
     sequences = [prompt + output for prompt, output in zip(PROMPTS, run.outputs, strict=True)]
     asked = {"sequences": sequences, "prompts": [len(prompt) for prompt in PROMPTS], "threshold": THRESHOLD}
     found: list[dict[str, Any]] = answer(str(ROOT / "tests/reference_counts.py"), str(tiny(model)), json.dumps(asked))
@@ -130,10 +127,8 @@ def test_experts_of_single_tokens_are_those_of_a_plain_forward(tmp_path: Path) -
     same = total = 0
     for number, reference in enumerate(plain("mixtral", run)):
         records = [record for record in run.of(Experts) if record.engine_id.startswith(f"{number}-")]
-        assert [record.positions for record in records][:2] == [
-            [(0, len(PROMPTS[number]))],
-            [(len(PROMPTS[number]), 1)],
-        ]
+        prompt = len(PROMPTS[number])
+        assert [record.positions for record in records][:2] == [[(0, prompt)], [(prompt, 1)]]
         for router, layer in enumerate(reference["experts"]):
             tokens = [chosen for record in records for chosen in record.token_experts[router]]
             assert len(tokens) == len(layer)
