@@ -36,7 +36,7 @@ class Counting:
         config: Any = None,
         kinds: Collection[str] = KINDS,
     ) -> None:
-        self._put, self._clock = put, clock
+        self._put, self._clock, self._device = put, clock, device
         self.found = sites.find(model, config=config, rank=start.tensor_parallel_rank)
         if SPARSITY not in kinds:
             self.found.sites.clear()
@@ -77,9 +77,9 @@ class Counting:
 
     def set_threshold(self, threshold: float) -> None:
         """Count near zeros by another threshold from the next step on. What was counted so far is written down first,
-        and the new `sparsity_start` says what the numbers behind it are of. A CUDA graph keeps the old one: it has the
-        number in it."""
-        if threshold == self.start.threshold:
+        and the new `sparsity_start` says what the numbers behind it are of. Not on a GPU, where a captured CUDA graph
+        would go on with the number that it has in it."""
+        if threshold == self.start.threshold or self._device.type != "cpu":
             return
         self._counters.take(self._ledger.due(at_least=1))
         self._write(wait=True)

@@ -26,6 +26,7 @@ from sparseety.records import Gap, Scope, SparsityStart, Weights
 log = logging.getLogger("vllm.sparseety")
 
 _OURS = "__sparseety__"
+PART = "sparseety_part"  # on a worker's execute_model: its WorkerPart
 
 Method = Callable[..., Any]
 
@@ -127,14 +128,14 @@ class WorkerPart:
     def _wrap_execute_model(self, own: Method) -> Method:
         @functools.wraps(own)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = scheduler_output.total_num_scheduled_tokens
             if counting := self._counting:
-                self._safely(counting.before_step, rows)
+                self._safely(lambda: counting.before_step(scheduler_output.total_num_scheduled_tokens))
             result = own(scheduler_output, *args, **kwargs)
             if self._counting:
                 self._safely(self._computed, scheduler_output)
             return result
 
+        setattr(execute_model, PART, self)
         return execute_model
 
     def _wrap_shutdown(self, own: Method) -> Method:
@@ -188,7 +189,7 @@ class WorkerPart:
         counting.finished(scheduler_output.finished_req_ids)
         self._batches.finished(scheduler_output.finished_req_ids)
         if scheduler_output.total_num_scheduled_tokens:
-            told = getattr(scheduler_output, adapters.FROM_ENGINE, {})  # step, requests to skip, what holds now
+            told = getattr(scheduler_output, adapters.FROM_ENGINE, None) or {}  # step, requests to skip, what holds now
             order = adapters.batch_order(self._worker.model_runner)
             rows, kept = adapters.without(self._batches.rows(scheduler_output, order), told.get("skip", ()))
             if rows and self._settings.kinds & set(told.get("capture", KINDS)):

@@ -3,6 +3,7 @@
 vLLM's objects are Any, as in adapters.py.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +24,9 @@ def keep_out_of_the_compile_cache(environ: MutableMapping[str, str]) -> None:
 def before_weights_are_packed(look: Callable[[Any], object]) -> Iterator[None]:
     """While a model is loaded in this block, `look` gets it with its weights as they were read from the files; what
     vLLM makes of them next (quantized, or packed for the CPU's kernels) does not tell its zeros any more."""
-    from vllm.model_executor.model_loader import base_loader
-
+    base_loader = sys.modules.get("vllm.model_executor.model_loader.base_loader")  # the worker has loaded it
     own = getattr(base_loader, "process_weights_after_loading", None)
-    if own is None:
+    if base_loader is None or own is None:
         yield
         return
 
@@ -34,11 +34,11 @@ def before_weights_are_packed(look: Callable[[Any], object]) -> Iterator[None]:
         look(model)
         return own(model, *args, **kwargs)
 
-    base_loader.process_weights_after_loading = ours
+    vars(base_loader)["process_weights_after_loading"] = ours
     try:
         yield
     finally:
-        base_loader.process_weights_after_loading = own
+        vars(base_loader)["process_weights_after_loading"] = own
 
 
 def rows_are_not_the_batch(config: Any) -> str | None:

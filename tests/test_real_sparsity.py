@@ -34,8 +34,16 @@ class Run:
         return [record for record in self.records if isinstance(record, kind)]
 
 
-def generate(model: str, folder: Path, *, eager: bool = True, **variables: str) -> Run:
-    asked = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "engine": {"enforce_eager": eager}}
+def generate(
+    model: str,
+    folder: Path,
+    *,
+    eager: bool = True,
+    max_tokens: int = MAX_TOKENS,
+    engine: dict[str, Any] | None = None,
+    **variables: str,
+) -> Run:
+    asked = {"prompts": PROMPTS, "max_tokens": max_tokens, "engine": {"enforce_eager": eager} | (engine or {})}
     outputs = answer(
         *(str(ROOT / "tests/vllm_generate.py"), str(tiny(model)), json.dumps(asked)),
         cwd=folder,
@@ -81,17 +89,44 @@ def test_counts_agree_with_a_plain_forward_for_each_request_phase_and_layer(
     counted: Any, model: str, eager: bool
 ) -> None:
     run = counted(model, eager)
+    assert all(near > 0 for sites in summed(run).values() for _, _, near in sites)  # or they would agree on nothing
+    worst = worst_difference(model, run)
+    print(f"{model}, {'eager' if eager else 'compiled'}: counts differ by {worst:.3%} of the elements at most")
+    assert worst <= 0.005
+
+
+def worst_difference(model: str, run: Run) -> float:
+    """Of the share of zeros or near zeros, over requests, phases and layers."""
     sums = summed(run)
-    assert len(sums) == 2 * len(PROMPTS)
     worst = 0.0
     for number, phases in enumerate(plain(model, run)):
         for phase in ("prefill", "decode"):
             for mine, theirs in zip(sums[number, phase], phases[phase], strict=True):
                 assert mine[0] == theirs[0]  # each token of the prompt, and all but the last of the output, once
-                assert mine[2] > 0  # or the two would agree on nothing
                 worst = max(worst, *(abs(a - b) / theirs[0] for a, b in zip(mine[1:], theirs[1:], strict=True)))
-    print(f"{model}, {'eager' if eager else 'compiled'}: counts differ by {worst:.3%} of the elements at most")
-    assert worst <= 0.005
+    return worst
+
+
+def test_the_ranks_of_a_tensor_parallel_group_add_up_to_a_plain_forward(tmp_path: Path) -> None:
+    run = generate(
+        *("llama", tmp_path),
+        engine={"tensor_parallel_size": 2},
+        SPARSEETY_HOOK_CAPTURE=ALL,
+        VLLM_CPU_OMP_THREADS_BIND="0|1",  # else vLLM wants a NUMA node for each rank
+    )
+    assert sorted(start.tensor_parallel_rank for start in run.of(SparsityStart)) == [0, 1]
+    assert worst_difference("llama", run) <= 0.005
+
+
+def test_what_a_preempted_request_computes_again_is_counted_apart(tmp_path: Path) -> None:
+    run = generate(
+        *("opt", tmp_path),
+        max_tokens=400,
+        engine={"num_gpu_blocks_override": 34, "block_size": 32, "enable_prefix_caching": False},
+        SPARSEETY_HOOK_CAPTURE=ALL,
+    )
+    assert sum(record.tokens for record in run.of(Sparsity) if record.phase == "recomputed") > 0
+    assert worst_difference("opt", run) <= 0.005
 
 
 def test_experts_agree_with_a_plain_forward(counted: Any) -> None:
