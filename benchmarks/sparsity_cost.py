@@ -2,8 +2,8 @@
 
 python benchmarks/sparsity_cost.py MODEL [ROUNDS]
 
-One engine, eager, tokens captured all the time; the counters are taken off its model and put on again between batches, so
-that both are measured in the same processes on the same cores. The ratio is of neighbouring batches.
+One engine, eager, tokens captured all the time; the counters are taken off its model and put on again between batches,
+so that both are measured in the same processes on the same cores. The ratio is of neighbouring batches.
 """
 
 import os
