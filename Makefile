@@ -10,7 +10,7 @@ CLIENTS := .clients
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients install-vllm lock clean
+.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients e2e-full install-vllm lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ demo-vllm: $(INSTALLED) install-vllm ## the demo with a real vLLM on the CPU (in
 	$(BIN)/python -m deploy.demo.run --vllm $(VLLM_VENV) --model $(VLLM_MODEL)
 
 test-vllm: $(INSTALLED) install-vllm ## the tests that need a real vLLM
+	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m "vllm and not e2e_full" -rP
+
+e2e-full: $(INSTALLED) install-vllm ## all tests that need a real vLLM, those of many minutes too
 	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm -rP
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clients, with a real vLLM, direct and through the proxy

@@ -11,12 +11,13 @@ import msgspec
 
 FORMAT_VERSION = 1  # rises with any change that a reader can notice; has nothing to do with the release number
 
-Source = Literal["proxy", "engine"]
+Source = Literal["proxy", "engine", "worker"]
 Endpoint = Literal["chat", "completions", "responses", "messages"]
 Mounting = Literal["proxy", "middleware"]
 Kind = Literal[
     "text", "reasoning", "tool_call", "role", "finish", "usage", "error", "comment", "control", "done", "unparsed"
 ]
+Phase = Literal["prefill", "decode", "recomputed"]
 Outcome = Literal[
     "complete",
     "client_gone",
@@ -300,6 +301,87 @@ class RequestFinished(Record, frozen=True, kw_only=True, tag="request_finished")
     preemptions: int = 0  # how often it was put back to wait
 
 
+# --------------------------------------------------------------- the workers: what the model computed with its zeros
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A module whose input is counted: the down projection of an MLP, which sees what the activation made."""
+
+    name: str  # the module's name in the model
+    width: int  # elements of one token here; under tensor parallelism, this rank's share
+    layer: int | None = None  # the layer's number, from 0; None: its name has none
+
+
+class Router(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A module whose output decides which experts a token goes to."""
+
+    name: str  # the module's name in the model
+    experts: int  # to choose from
+    top_k: int  # chosen for each token
+    layer: int | None = None  # the layer's number, from 0; None: its name has none
+
+
+class SparsityStart(Record, frozen=True, kw_only=True, tag="sparsity_start"):
+    """A model with the counters on has been loaded, in this process. Lists of later records go by these lists."""
+
+    runtime: str  # "vllm 0.32.0" or "transformers 5.19.0"
+    model: str  # path or repository name, as given to the runtime
+    threshold: float  # near zero: absolute value <= threshold
+    sites: list[Site]  # what is counted here
+    routers: list[Router] = []  # whose choices are counted here
+    not_observed: dict[str, str] = {}  # module name -> why nothing is counted there
+    per_token: bool = False  # counts of single tokens are written too
+    tensor_parallel_rank: int = 0  # counts of the ranks of one group add up
+    tensor_parallel_size: int = 1  # ranks in it
+    pipeline_parallel_rank: int = 0  # its sites are other layers
+    data_parallel_rank: int = 0  # its requests are other requests
+
+
+class ParameterZeros(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The zeros of one weight."""
+
+    name: str  # the parameter's name in the model
+    zeros: int  # elements that are exactly zero
+    elements: int  # elements, on this rank
+
+
+class Weights(Record, frozen=True, kw_only=True, tag="weights"):
+    """The weights' zeros, counted once after loading. Not the activations', and no proof that work is skipped."""
+
+    parameters: list[ParameterZeros]  # of two dimensions or more, and floating point
+    not_read: list[str] = []  # packed or quantized: their stored zeros are not the weight's
+
+
+class Sparsity(Record, frozen=True, kw_only=True, tag="sparsity"):
+    """Zeros among the inputs of the sites, for some tokens of one request. Records of a request and phase add up."""
+
+    engine_id: str  # the engine's own name for the request, as in request_added
+    phase: Phase  # prefill: prompt; decode: output; recomputed: computed before, then preempted
+    tokens: int  # computed; what was observed of them is in `elements`
+    zeros: list[int]  # exact zeros, one number a site
+    near: list[int]  # elements near zero (threshold of sparsity_start), the zeros included, one number a site
+    elements: list[int]  # elements observed, one number a site; 0: not observed
+    positions: list[tuple[int, int]] = []  # (first position, count) of the tokens; empty: not known
+    drafts: int = 0  # of the tokens: proposed by speculation, perhaps rejected afterwards
+    step: int | None = None  # the engine's step that computed the last of them
+    token_zeros: list[list[int]] | None = None  # per site, per token: exact zeros; -1: not observed
+    token_near: list[list[int]] | None = None  # the same for near zero
+
+
+class Experts(Record, frozen=True, kw_only=True, tag="experts"):
+    """Which experts some tokens of one request went to. Written by one rank; records of a request and phase add up."""
+
+    engine_id: str  # the engine's own name for the request, as in request_added
+    phase: Phase  # as in sparsity
+    tokens: int  # computed
+    counts: list[list[int]]  # tokens per expert, one list a router
+    not_observed: list[int] = []  # choices that were not seen, one number a router; empty: none
+    positions: list[tuple[int, int]] = []  # (first position, count) of the tokens; empty: not known
+    drafts: int = 0  # of the tokens: proposed by speculation, perhaps rejected afterwards
+    step: int | None = None  # the engine's step that computed the last of them
+    token_experts: list[list[list[int]]] | None = None  # per router, per token: experts chosen; -1: not observed
+
+
 AnyRecord = (
     LogOpen
     | LogClose
@@ -312,6 +394,10 @@ AnyRecord = (
     | RequestAdded
     | Step
     | RequestFinished
+    | SparsityStart
+    | Weights
+    | Sparsity
+    | Experts
 )
 
 RECORD_TYPES: tuple[type[Record], ...] = AnyRecord.__args__

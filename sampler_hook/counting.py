@@ -1,0 +1,200 @@
+"""Counting one model's sparsity, whatever runs it: where, by which hooks, over which steps, into which records."""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from sampler_hook import counters, sites
+from sampler_hook.counters import Counters
+from sampler_hook.ledger import Ledger, Rows, Slot
+from sampler_hook.sparsity_settings import EXPERTS, KINDS, SPARSITY
+from sparseety.clock import Clock
+from sparseety.errors import SparseetyError
+from sparseety.records import AnyRecord, Gap, ParameterZeros, SparsityStart, Weights
+
+log = logging.getLogger("vllm.sparseety")
+
+Put = Callable[[AnyRecord], object]
+
+_AT_ONCE = 1 << 24  # elements of a weight that are looked at at once: it takes a byte each
+
+
+class Counting:
+    """The counters on one loaded model. `start` lacks the sites and routers: those are found here."""
+
+    def __init__(
+        self,
+        model: Any,
+        start: SparsityStart,
+        *,
+        put: Put,
+        clock: Clock,
+        rows: int,
+        device: Any,
+        config: Any = None,
+        kinds: Collection[str] = KINDS,
+    ) -> None:
+        self._put, self._clock, self._device = put, clock, device
+        self.found = sites.find(model, config=config, rank=start.tensor_parallel_rank)
+        if SPARSITY not in kinds:
+            self.found.sites.clear()
+        if EXPERTS not in kinds:
+            self.found.routers.clear()
+        self._wanted = {SPARSITY, EXPERTS} & set(kinds)
+        self._threshold = len(counters.thresholds)
+        counters.thresholds[self._threshold] = start.threshold
+        self.start = replace(
+            start,
+            sites=[site for site, _ in self.found.sites],
+            routers=[router for router, _ in self.found.routers],
+            not_observed=self.found.not_observed,
+        )
+        self._counters = Counters(self.start.sites, self.start.routers, rows, device, clock, start.per_token)
+        self._ledger = Ledger()
+        self._handles: list[Any] = []
+        self._silent_reported = False
+
+    def attach(self) -> None:
+        """Put the hooks on, and write what is counted."""
+        operators = counters.operators()
+        site_buffers, router_buffers = self._counters.buffers
+        for (_, module), buffer in zip(self.found.sites, site_buffers, strict=True):
+            hook = _before_projection(operators.count_activations, self._threshold, buffer)
+            self._handles.append(module.register_forward_pre_hook(hook))
+        for (_, module), buffer in zip(self.found.routers, router_buffers, strict=True):
+            self._handles.append(module.register_forward_hook(_after_router(operators.note_experts, buffer)))
+        self._put(self.start)
+        if not self._handles and self._wanted and not self.start.tensor_parallel_rank:
+            reasons = "; ".join(dict.fromkeys(self.found.not_observed.values()))
+            raise SparseetyError(f"nothing of this model can be counted: {reasons}")
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def set_threshold(self, threshold: float) -> None:
+        """Count near zeros by another threshold from the next step on. What was counted so far is written down first,
+        and the new `sparsity_start` says what the numbers behind it are of. Not on a GPU, where a captured CUDA graph
+        would go on with the number that it has in it."""
+        if threshold == self.start.threshold or self._device.type != "cpu":
+            return
+        self._counters.take(self._ledger.due(at_least=1))
+        self._write(wait=True)
+        self.start = replace(self.start, ts=self._clock(), threshold=threshold)
+        counters.thresholds[self._threshold] = threshold
+        self._put(self.start)
+
+    def before_step(self, rows: int) -> None:
+        self._counters.before_step(rows)
+
+    def computed(self, rows: Iterable[Rows], step: int | None, kept: list[int] | None = None) -> None:
+        """A step has been started on the device. `rows`: in batch order. `kept`: which of the batch they are, if not
+        the first ones."""
+        if fault := counters.take_fault():
+            raise fault
+        segments = self._ledger.segments(rows)
+        if self.start.per_token:
+            slots = [Slot(-1, segment.engine_id, segment.phase) for segment in segments]
+            for slot, segment in zip(slots, segments, strict=True):
+                slot.add(segment, step)
+            self._counters.take_tokens(slots, kept)
+        else:
+            self._counters.add(self._ledger.place(segments, step), self._ledger.capacity, kept)
+            self._counters.take(self._ledger.due())
+        self._write()
+
+    def finished(self, engine_ids: Iterable[str] | None = None) -> None:
+        """Requests have ended (None: all of them)."""
+        self._counters.take(self._ledger.finished(engine_ids))
+        self._write()
+
+    def close(self) -> None:
+        self.finished()
+        self._write(wait=True)
+
+    def _write(self, *, wait: bool = False) -> None:
+        any_written = False
+        for record in self._counters.ready(wait=wait):
+            self._put(record)
+            any_written = True
+        if any_written and not self._silent_reported:
+            self._silent_reported = True
+            self._report_silent()
+
+    def _report_silent(self) -> None:
+        """Modules that were to be counted and have not run by the time of the first records: said, and never a 0."""
+        silent = list(self.silent())
+        if not silent:
+            return
+        if len(silent) == len(self.start.sites) + len(self.start.routers):
+            what = "nothing: no counter ran (a compiled graph from a cache, made without them?)"
+        else:
+            what = f"not at {', '.join(silent)}: these modules are not called"
+        log.error("sparseety: sparsity was asked for and is observed %s", what)
+        self._put(Gap(ts=self._clock(), reason=f"sparsity observed {what}", count=len(silent)))
+
+    def silent(self) -> Iterator[str]:
+        """Names of sites and routers that have not been seen written."""
+        for number, site in enumerate(self.start.sites):
+            if number not in self._counters.written_sites:
+                yield site.name
+        for number, router in enumerate(self.start.routers):
+            if number not in self._counters.written_routers:
+                yield router.name
+
+
+# ----------------------------------------------------------------------------------------------------- the hooks
+# torch.compile traces through these: nothing but what it can trace, and no exception that it would have to catch.
+
+
+def _before_projection(count: Any, threshold: int, buffer: Any) -> Callable[..., None]:
+    import torch
+
+    def hook(module: Any, args: Any) -> None:
+        values = first_tensor(args, torch.Tensor)
+        if values is not None and values.is_floating_point():
+            count(values, threshold, buffer)
+
+    return hook
+
+
+def _after_router(note: Any, buffer: Any) -> Callable[..., None]:
+    import torch
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        logits = first_tensor(output, torch.Tensor)
+        if logits is not None and logits.is_floating_point():
+            note(logits, buffer)
+
+    return hook
+
+
+def first_tensor(value: Any, tensor: type) -> Any:
+    """A module's value, or the first of a tuple of them; None where it is neither (fused modules return None)."""
+    if isinstance(value, tuple | list) and len(value) > 0:
+        value = value[0]
+    return value if isinstance(value, tensor) else None
+
+
+# --------------------------------------------------------------------------------------------------- the weights
+
+
+def weights(model: Any, ts: float) -> Weights:
+    """The zeros of all weights of two dimensions or more. Waits for the device."""
+    import torch
+
+    counted, not_read = [], []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            if not parameter.is_floating_point() or parameter.element_size() < 2 or not parameter.numel():
+                not_read.append(name)
+                continue
+            flat = parameter.detach().reshape(-1)
+            present = sum(int(part.bool().sum()) for part in flat.split(_AT_ONCE))
+            counted.append(ParameterZeros(name=name, zeros=flat.numel() - present, elements=flat.numel()))
+    return Weights(ts=ts, parameters=counted, not_read=not_read)
