@@ -19,7 +19,7 @@ ALLOWED = {
     "verifier": {"sparseety", "tokenizers"},
 }
 # inside functions only: loaded where and when it is there
-ALLOWED_LATE = {"sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub"}}
+ALLOWED_LATE = {"sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub", "prometheus_client"}}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
