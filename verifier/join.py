@@ -11,6 +11,7 @@ from pathlib import Path
 from sparseety.records import (
     AnyRecord,
     Chunk,
+    EngineEvent,
     EngineStart,
     Gap,
     LogClose,
@@ -38,6 +39,7 @@ class Log:
     first_ts: float | None = None
     last_ts: float = 0.0
     closed: bool = False
+    sampled: bool = False  # not every request was to be recorded, for some time at least
     damaged: bool = False  # a line of it was unusable: what is missing here may stand there
     open_gaps: list[Gap] = field(default_factory=list)  # gaps that do not say which requests they concern
 
@@ -160,6 +162,9 @@ class Logs:
                     log.open_gaps.append(record)
             case LogOpen():
                 log.opening = record
+                log.sampled |= record.scope.sample < 1
+            case EngineEvent():
+                log.sampled |= record.sample is not None and record.sample < 1
             case LogClose():
                 log.closed = True
             case EngineStart():

@@ -151,7 +151,7 @@ def _no_join(capture: Capture, choice: int, candidates: int, engine_logs: list[L
 def _obliged(log: Log, capture: Capture) -> bool:
     """Would this engine log hold the request if its engine had served it?"""
     ending = capture.done or capture.response
-    if log.opening is None or log.damaged or log.open_gaps or log.opening.scope.sample < 1 or ending is None:
+    if log.opening is None or log.damaged or log.open_gaps or log.sampled or ending is None:
         return False
     began = capture.start.ts if capture.start else ending.ts
     return log.opening.ts <= began and ending.ts <= log.last_ts + 1  # after its end it had no duty, closed or not
