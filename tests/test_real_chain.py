@@ -224,7 +224,10 @@ def test_the_accounts_of_every_request_add_up(chain):
 def test_the_accounts_are_what_vllm_itself_counted(chain):
     finished = [r for records in chain.engines() for r in records if isinstance(r, RequestFinished)]
     steps = [row for records in chain.engines() for r in records if isinstance(r, Step) for row in r.rows]
-    assert chain.metric("vllm:generation_tokens_total") == sum(len(row.ids) for row in steps)
+    # Of a request that is aborted, the front end may have forgotten the request before its last tokens came.
+    all_ids = sum(len(row.ids) for row in steps)
+    aborted = sum(record.total_ids for record in finished if record.finish_reason == "abort")
+    assert all_ids - aborted <= chain.metric("vllm:generation_tokens_total") <= all_ids
     # Of a request that is aborted before it goes on, vLLM's front end never hears that it was preempted.
     went_on = sum(record.preemptions for record in finished if record.finish_reason != "abort")
     assert went_on <= chain.metric("vllm:num_preemptions_total") <= sum(record.preemptions for record in finished)
