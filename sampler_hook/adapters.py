@@ -3,12 +3,15 @@
 vLLM's objects are Any here: they have no stable types, and vLLM is imported only when it is asked for.
 """
 
+import importlib
 import re
 import sys
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparseety.errors import SparseetyError
+from sparseety.records import Role
 
 TESTED = ("0.28", "0.32")  # releases that tests/test_real_vllm.py passed with
 
@@ -31,18 +34,50 @@ class Target:
 
     owner: type
     name: str
+    part: str  # of PARTS
 
     def __str__(self) -> str:
         return f"{self.owner.__name__}.{self.name}"
 
 
+# What is wrapped, by where it is: (module, class) -> (method, part). Optional ones may be missing in a vLLM.
+SCHEDULER = ("vllm.v1.core.sched.scheduler", "Scheduler")
+REQUEST = ("vllm.v1.request", "Request")
+BLOCK_POOL = ("vllm.v1.core.block_pool", "BlockPool")
+ENGINE_CORE = ("vllm.v1.engine.core", "EngineCore")
+PARTS = ("tokens", "kv", "events", "workers")  # what is lost without a hook
 REQUIRED = ("__init__", "add_request", "update_from_output", "finish_requests")
-# Without a shutdown the log is closed when the process ends; without the other, external ids are derived.
-EXPECTED = [
-    *(f"Scheduler.{name}" for name in (*REQUIRED, "shutdown")),
-    "Request.from_engine_core_request",
-    "EngineCore.shutdown",
-]
+POINTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    SCHEDULER: [
+        *((name, "tokens") for name in (*REQUIRED, "shutdown")),
+        ("_preempt_request", "kv"),
+        ("schedule", "workers"),
+    ],
+    REQUEST: [("from_engine_core_request", "tokens")],  # without it, external ids are derived
+    BLOCK_POOL: [("_maybe_evict_cached_block", "kv")],
+    # vLLM's API server kills its engine at once after asking it to end (--shutdown-timeout 0, the default). The engine
+    # sees to its workers before it calls Scheduler.shutdown, and that is often too late: hence EngineCore's too.
+    ENGINE_CORE: [
+        ("shutdown", "tokens"),
+        *(
+            (name, "events")
+            for name in (
+                "sleep",
+                "wake_up",
+                "reset_prefix_cache",
+                "reset_mm_cache",
+                "reset_encoder_cache",
+                "collective_rpc",
+                "set_weight_version",
+            )
+        ),
+    ],
+}
+
+
+def expected(parts: Collection[str]) -> list[str]:
+    """The hooks that these parts want, by name."""
+    return [f"{owner}.{name}" for (_, owner), points in POINTS.items() for name, part in points if part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +96,28 @@ def probe(*, untested: bool) -> Vllm:
     version = str(vllm.__version__)
     check_version(version, untested=untested)
     try:
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.request import Request
+        importlib.import_module(SCHEDULER[0])
+        importlib.import_module(REQUEST[0])
     except ImportError as error:
         raise SparseetyError(f"vLLM {version} has no scheduler where this plugin looks for it ({error})") from None
-    wanted = [Target(Scheduler, name) for name in (*REQUIRED, "shutdown")]
-    wanted.append(Target(Request, "from_engine_core_request"))
-    targets = [target for target in wanted if target.name in vars(target.owner)]
-    if lacking := [str(target) for target in wanted if target not in targets and target.name in REQUIRED]:
+    targets = [*found(SCHEDULER), *found(REQUEST)]
+    names = {target.name for target in targets}
+    if lacking := [f"Scheduler.{name}" for name in REQUIRED if name not in names]:
         raise SparseetyError(f"vLLM {version} lacks {', '.join(lacking)}, which capture stands on")
     return Vllm(version, targets)
 
 
-def engine_core_shutdown() -> Target | None:
-    """EngineCore.shutdown, in a process that has an EngineCore; no other process needs the module, so none loads it.
+def found(point: tuple[str, str]) -> list[Target]:
+    """The methods of a class that are there, in a process that has loaded its module; ours loads none for them."""
+    owner = getattr(sys.modules.get(point[0]), point[1], None)
+    if owner is None:
+        return []
+    return [Target(owner, name, part) for name, part in POINTS[point] if name in vars(owner)]
 
-    vLLM's API server kills its engine at once after asking it to end (--shutdown-timeout 0, the default). The engine
-    sees to its workers before it calls Scheduler.shutdown, and that is often too late.
-    """
-    owner = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
-    return Target(owner, "shutdown") if owner is not None and "shutdown" in vars(owner) else None
+
+def in_engine() -> list[Target]:
+    """What else there is to wrap in a process that has a scheduler."""
+    return [*found(BLOCK_POOL), *found(ENGINE_CORE)]
 
 
 # ------------------------------------------------------------------------------------------------- its objects
@@ -110,13 +147,50 @@ def eos_id(request: Any) -> int | None:
     return None if eos is None or params.ignore_eos else int(eos)
 
 
-def cached_tokens(output: Any) -> int | None:
-    """Prompt tokens taken from a cache, where this EngineCoreOutput says so; only a request's first one does."""
-    stats = getattr(output, "prefill_stats", None)
-    if stats is not None:
-        return int(stats.num_cached_tokens)
-    count = getattr(output, "num_cached_tokens", None)  # before 0.20
-    return None if count is None or count < 0 else int(count)
+def external_tokens(output: Any) -> int:
+    """Prompt tokens fetched from another engine or store, where this EngineCoreOutput says so; only the first does."""
+    return int(getattr(getattr(output, "prefill_stats", None), "num_external_cached_tokens", 0))
+
+
+def text_parameters(request: Any, generation_eos: frozenset[int]) -> dict[str, Any]:
+    """What decides which text is right: fields of records.RequestAdded."""
+    params = request.sampling_params
+    stop_token_ids = list(params.stop_token_ids or [])
+    eos_ids: list[int] = []
+    if not params.ignore_eos:
+        if (eos := eos_id(request)) is not None:
+            eos_ids.append(eos)
+        eos_ids += [id_ for id_ in stop_token_ids if id_ in generation_eos and id_ not in eos_ids]
+    return {
+        "prompt_tail": plain_ids((request.prompt_token_ids or [])[-16:]),
+        "stop": [params.stop] if isinstance(params.stop, str) else list(params.stop or []),
+        "stop_token_ids": [id_ for id_ in stop_token_ids if id_ not in eos_ids],
+        "eos_ids": eos_ids,
+        "include_stop_str_in_output": params.include_stop_str_in_output,
+        "skip_special_tokens": params.skip_special_tokens,
+        "spaces_between_special_tokens": params.spaces_between_special_tokens,
+        "detokenize": params.detokenize,
+        "max_tokens": request.max_tokens,
+        "min_tokens": params.min_tokens,
+    }
+
+
+def role(request: Any) -> Role | None:
+    """This engine's part, where prefill and decode run in different engines."""
+    transfer = getattr(request, "kv_transfer_params", None) or {}
+    if transfer.get("do_remote_decode"):
+        return "prefill"
+    return "decode" if transfer.get("do_remote_prefill") else None
+
+
+def lora(request: Any) -> str | None:
+    adapter = getattr(request, "lora_request", None)
+    return None if adapter is None else str(adapter.lora_name)
+
+
+def invalid_drafts(scheduler_output: Any, engine_id: str) -> int:
+    """Drafts that a grammar ruled out beforehand: not proposed to the model, though they stand in the plan."""
+    return int((getattr(scheduler_output, "num_invalid_spec_tokens", None) or {}).get(engine_id, 0))
 
 
 def plain_ids(ids: Any) -> list[int]:
@@ -124,17 +198,46 @@ def plain_ids(ids: Any) -> list[int]:
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
 
-def starts(scheduler_output: Any) -> dict[str, int]:
-    """Position of the first token that this step computes, by engine id."""
-    found = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+def starts(scheduler_output: Any) -> tuple[dict[str, int], Collection[str]]:
+    """Position of the first token that this step computes, by engine id; and those that begin again in it.
+
+    Some runners get a resumed request as a new one: who calls this knows whether it is.
+    """
     cached = scheduler_output.scheduled_cached_reqs
-    found.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return found
+    positions = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    again: Collection[str] = cached.resumed_req_ids
+    if new := scheduler_output.scheduled_new_reqs:
+        positions.update((each.req_id, each.num_computed_tokens) for each in new)
+        again = {*again, *(each.req_id for each in new)}
+    return positions, again
 
 
-def starts_are_exact(config: Any) -> bool:
-    """Under async scheduling a step is planned before it is known how many drafts of the last one were rejected."""
-    return config.speculative_config is None or not config.scheduler_config.async_scheduling
+def blocks(scheduler_output: Any) -> Iterator[tuple[str, int, Any, bool]]:
+    """(engine id, start, block numbers by KV cache group, whether they are its whole table) of this step."""
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, new.block_ids, True
+    cached = scheduler_output.scheduled_cached_reqs
+    for engine_id, start, numbers in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+        if numbers:
+            yield engine_id, start, numbers, engine_id in cached.resumed_req_ids
+
+
+def block_size(config: Any) -> int | None:
+    size = getattr(getattr(config, "cache_config", None), "block_size", None)
+    return None if size is None else int(size)
+
+
+def block_sizes(scheduler: Any) -> list[int]:
+    """Tokens of a block, by KV cache group."""
+    return [int(group.kv_cache_spec.block_size) for group in scheduler.kv_cache_config.kv_cache_groups]
+
+
+def block_pool(scheduler: Any) -> Any:
+    return getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+
+
+def text_config(model_config: Any) -> Any:
+    return getattr(model_config, "hf_text_config", None) or getattr(model_config, "hf_config", None)
 
 
 def reasoning_parser(config: Any) -> str | None:

@@ -1,161 +1,183 @@
-"""What one scheduler does, told to a recorder: the tokens it accepted and the ones it threw away.
+"""What one scheduler does, noticed in the engine's own thread, where as little as can be is done.
 
-It only reads vLLM's objects, and only in the engine's own thread. Whoever calls it catches what it raises.
+It copies what vLLM is about to change and queues the rest for the scribe, which makes records of it in another thread.
+Whoever calls either catches what it raises.
 """
 
-from dataclasses import dataclass, field
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sampler_hook import adapters
-from sampler_hook.recorder import EngineRecorder, Put, Sampled
+from sampler_hook.scribe import FOR_WORKERS, OVERHEAD_BOUNDS, Scribe, TakenStep
 from sparseety.clock import Clock
-from sparseety.records import Gap
+from sparseety.records import EngineEvent
 
 EXTERNAL_ID = "_sparseety_external_id"  # put on vLLM's Request, which does not carry it itself
-
-
-@dataclass(slots=True)
-class _Open:
-    request: Any  # vLLM's Request, which knows how it ended when it has
-    cached_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step whose result the scheduler is looking at."""
-
-    scheduler_output: Any
-    sampled: dict[str, list[int]]  # rows with ids, by engine id, in the order scheduled
-    finished_within: bool = False
-    ids: dict[str, list[int]] = field(default_factory=dict)  # of these, accepted
+PENDING_ROWS = 8192  # queued before the engine's thread has to help: its queue is bounded, whatever the CPU does
 
 
 class EngineCapture:
     """Follows one scheduler."""
 
     def __init__(
-        self, put: Put, clock: Clock, *, generation_eos: frozenset[int] = frozenset(), starts_exact: bool = True
+        self,
+        scribe: Scribe,
+        put: Callable[[EngineEvent], object],
+        clock: Clock,
+        *,
+        wants: Callable[[str], str] = lambda external_id: "captured",
+        strangers: Iterable[str] = (),
     ) -> None:
-        self._put, self._clock = put, clock
-        self._generation_eos, self._starts_exact = generation_eos, starts_exact
-        self._recorder = EngineRecorder(put, clock)
-        self._open: dict[str, _Open] = {}
-        self._step: _Step | None = None
+        """put: takes a record when its turn has come; wants: whether an external id is captured, forced or skipped.
+
+        strangers: requests under way when recording began, of which nothing is recorded.
+        """
+        self.scribe, self._put, self._clock, self._wants = scribe, put, clock, wants
+        self.for_workers: dict[str, Any] = {}  # what they are told with each step, besides its number
+        self.wake: Callable[[], object] = lambda: None  # called when the queue is no longer empty
+        self._live: dict[str, Any] = {}  # vLLM's requests, by engine id
+        self._new: set[str] = set()  # of these, without output yet
+        self._passed: set[str] = set(strangers)  # of these, not recorded
+        self._scheduled = 0  # steps planned, where the workers are told their numbers
+        self._step: TakenStep | None = None
+        self._evicted: list[int] = []
+        self._took_ns = 0
+        self._events: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._rows_in = self._rows_out = 0
+        self._draining = threading.Lock()
 
     def added(self, request: Any) -> None:
         """The scheduler has taken a request."""
-        engine_id, params = request.request_id, request.sampling_params
-        if params is None or engine_id in self._open:  # pooling has no text; a session's next turn is no new request
+        engine_id = request.request_id
+        if request.sampling_params is None or engine_id in self._live:  # no text; a session's next turn
             return
+        self._live[engine_id] = request
+        self._new.add(engine_id)
         external_id, child = adapters.identity(engine_id, getattr(request, EXTERNAL_ID, None))
-        stop_token_ids = list(params.stop_token_ids or [])
-        eos_ids: list[int] = []
-        if not params.ignore_eos:
-            if (eos := adapters.eos_id(request)) is not None:
-                eos_ids.append(eos)
-            eos_ids += [id_ for id_ in stop_token_ids if id_ in self._generation_eos and id_ not in eos_ids]
-        self._recorder.added(
-            engine_id,
-            external_id=external_id,
-            prompt_len=request.num_prompt_tokens,
-            prompt_tail=adapters.plain_ids((request.prompt_token_ids or [])[-16:]),
-            child=child,
-            stop=[params.stop] if isinstance(params.stop, str) else list(params.stop or []),
-            stop_token_ids=[id_ for id_ in stop_token_ids if id_ not in eos_ids],
-            eos_ids=eos_ids,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-            detokenize=params.detokenize,
-            max_tokens=request.max_tokens,
-            min_tokens=params.min_tokens,
-        )
-        self._open[engine_id] = _Open(request)
+        decision = self._wants(external_id)  # here, because the workers have to know it before the first step
+        if decision == "skipped":
+            self._passed.add(engine_id)
+        self._queue(self.scribe.added, (request, external_id, child, decision, self._clock()))
+
+    def scheduled(self, output: Any) -> None:
+        """A step is planned: the workers are told its number, and whom to leave out."""
+        skip = [engine_id for engine_id in output.num_scheduled_tokens if engine_id in self._passed]
+        setattr(output, FOR_WORKERS, {"step": self._scheduled, "skip": skip} | self.for_workers)
+        self._scheduled += 1
 
     def before_step(self, scheduler_output: Any, model_output: Any) -> None:
         """The scheduler is about to take a step's result. It trims the rows of it in place, so they are copied."""
-        sampled: dict[str, list[int]] = {}
+        began = time.perf_counter_ns()
         rows = model_output.sampled_token_ids
-        if rows is not None and len(rows):
-            index = model_output.req_id_to_index
-            for engine_id in scheduler_output.num_scheduled_tokens:
-                row = index.get(engine_id)
-                if row is not None and len(rows[row]):
-                    sampled[engine_id] = adapters.plain_ids(rows[row])
-        self._step = _Step(scheduler_output, sampled)
+        copied = (
+            [row[:] if row.__class__ is list else adapters.plain_ids(row) for row in rows] if rows is not None else []
+        )
+        self._step = TakenStep(scheduler_output, model_output.req_id_to_index if copied else {}, copied)
+        self._took_ns = time.perf_counter_ns() - began
 
     def after_step(self, outputs: Any) -> None:
         """It has taken it. `outputs`: what it hands to the front ends, by client; that alone says what was accepted."""
         step, self._step = self._step, None
         if step is None:
             return
-        ended = []
+        began = time.perf_counter_ns()
+        step.ts = self._clock()
         for group in (outputs or {}).values():
-            for output in group.outputs:
-                engine_id = output.request_id
-                if len(output.new_token_ids):
-                    step.ids.setdefault(engine_id, []).extend(adapters.plain_ids(output.new_token_ids))
-                open_ = self._open.get(engine_id)
-                if open_ is None:
-                    continue
-                if open_.cached_tokens is None:
-                    open_.cached_tokens = adapters.cached_tokens(output)
-                if output.finish_reason is not None:
-                    ended.append(engine_id)
-        self._recorder.step(self._rows(step))
-        for engine_id in list(self._open) if step.finished_within else ended:
-            self._ended(engine_id)
+            each = group.outputs
+            # Copied: front ends in the same process may cut them.
+            step.taken += [
+                (out.request_id, ids[:] if (ids := out.new_token_ids).__class__ is list else adapters.plain_ids(ids))
+                for out in each
+            ]
+            step.ended += [out.request_id for out in each if out.finish_reason is not None]
+            if self._new:
+                for out in each:
+                    if out.request_id in self._new:
+                        self._new.discard(out.request_id)
+                        step.firsts.append((out.request_id, adapters.external_tokens(out)))
+        if step.ended:
+            step.ended = self._gone(step.ended)
+        if self._evicted:
+            step.evicted, self._evicted = self._evicted, []
+        self._rows_in += len(step.taken)
+        self._queue(self._record_step, (step,))
+        self._observe(self._took_ns + time.perf_counter_ns() - began)
+        if self._rows_in - self._rows_out > PENDING_ROWS and self._draining.acquire(blocking=False):
+            self._draining.release()
+            self.drain(2)
 
-    def _rows(self, step: _Step) -> list[Sampled]:
-        output = step.scheduler_output
-        starts = adapters.starts(output) if self._starts_exact and step.sampled else {}
-        drafts = output.scheduled_spec_decode_tokens
-        invalid = getattr(output, "num_invalid_spec_tokens", None) or {}  # drafts that a grammar ruled out beforehand
-        rows = []
-        for engine_id, sampled in step.sampled.items():
-            ids = step.ids.pop(engine_id, [])
-            proposed = len(drafts.get(engine_id, ()))
-            rows.append(
-                Sampled(
-                    engine_id,
-                    ids,
-                    start=starts.get(engine_id),
-                    drafts=proposed - invalid.get(engine_id, 0),
-                    # The step's last id is the model's own; those before it are drafts that it agreed with.
-                    accepted=min(proposed, len(sampled) - 1),
-                    discarded=sampled[len(ids) :] if sampled[: len(ids)] == ids else sampled,
-                )
-            )
-        rows += [Sampled(engine_id, ids) for engine_id, ids in step.ids.items()]  # accepted, though not sampled here
-        return rows
+    def _observe(self, nanoseconds: int) -> None:
+        self.scribe.counts.overhead[bisect_left(OVERHEAD_BOUNDS, nanoseconds / 1e9)] += 1
+        self.scribe.counts.overhead_ns += nanoseconds
 
     def step_failed(self, error: BaseException) -> None:
         """vLLM itself failed in taking a step's result: what it accepted of it is not known."""
         step, self._step = self._step, None
-        if step is not None and (requests := self._recorder.numbers(step.sampled)):
-            reason = f"the scheduler failed on a step: {type(error).__name__}"
-            self._put(Gap(ts=self._clock(), reason=reason, count=len(requests), requests=requests))
+        if step is not None:
+            lost = [engine_id for engine_id, row in step.index.items() if step.rows[row]]
+            self._queue(self.scribe.failed, (lost, type(error).__name__, self._clock()))
 
-    def finished_outside(self) -> None:
-        """Requests were ended otherwise than by a token: aborted, or failed."""
-        if self._step is not None:  # within a step: its tokens come first
-            self._step.finished_within = True
-            return
-        # What finish_requests returns has changed twice; that a request knows whether it has finished has not.
-        for engine_id in list(self._open):
-            self._ended(engine_id)
+    def finished_outside(self, request_ids: Any) -> None:
+        """Requests were ended otherwise than by a token: aborted, or failed. Within a step its tokens come first."""
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        elif not isinstance(request_ids, list | tuple | set | frozenset):  # None: all. An iterator is used up by now
+            request_ids = list(self._live)
+        if self._step is not None:
+            self._step.ended += request_ids
+        elif gone := self._gone(request_ids):
+            self._queue(self.scribe.ended, (gone, self._clock()))
 
-    def _ended(self, engine_id: str) -> None:
-        open_ = self._open.get(engine_id)
-        if open_ is None or not open_.request.is_finished():  # a session goes on after its turn's end
-            return
-        del self._open[engine_id]
-        request = open_.request
-        reason = request.get_finished_reason()
-        self._recorder.finished(
-            engine_id,
-            finish_reason=None if reason is None else str(reason),
-            stop_reason=request.stop_reason,
-            cached_tokens=open_.cached_tokens,
-            preemptions=request.num_preemptions,
-        )
+    def _gone(self, engine_ids: Iterable[str]) -> list[str]:
+        """Those of them that have ended for good, each once: a session goes on after its turn's end."""
+        gone = []
+        for engine_id in engine_ids:
+            request = self._live.get(engine_id)
+            if request is not None and request.is_finished():
+                del self._live[engine_id]
+                self._new.discard(engine_id)
+                self._passed.discard(engine_id)
+                gone.append(engine_id)
+        return gone
+
+    def preempted(self, request: Any) -> None:
+        self._queue(self.scribe.preempted, (request.request_id, self._clock()))
+
+    def evicted(self, block: Any) -> None:
+        """The cached content of a block was given up. Said with the step that the scheduler is planning."""
+        self._evicted.append(block.block_id)
+
+    def event(self, **fields: Any) -> None:
+        """Something happened to the engine as a whole: fields of records.EngineEvent."""
+        self._queue(self._put, (EngineEvent(ts=self._clock(), **fields),))
+
+    def weights(self, version: str) -> None:
+        self.event(kind="weight_version", weight_version=version)
+        self._queue(self.scribe.new_weights, (version,))
+
+    def _queue(self, handler: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        first = not self._events
+        self._events.append((handler, arguments))
+        if first:
+            self.wake()
+
+    # ---------------------------------------------------------------------------------------------- beside it
+
+    def drain(self, most: int = 1 << 30) -> bool:
+        """Have records made of up to `most` of what is queued; whether there was any. From any thread."""
+        for count in range(most):
+            with self._draining:
+                try:
+                    handler, arguments = self._events.popleft()
+                except IndexError:
+                    return count > 0
+                handler(*arguments)
+        return True
+
+    def _record_step(self, step: TakenStep) -> None:
+        self._rows_out += len(step.taken)
+        self.scribe.took(step)

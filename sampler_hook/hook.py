@@ -1,260 +1,305 @@
 """The switch: wraps vLLM's methods, opens the log in the process that has a scheduler, and gets out at the first fault.
 
 A wrapper always calls vLLM's own method, with the arguments it got. What we do besides happens in `_safely`: anything
-it raises takes the wrappers off again, is logged once and stands as a gap in the log; generation goes on.
+it raises takes the wrappers of its part off again, is logged once and stands in the log; generation goes on.
 """
 
 import atexit
-import functools
 import logging
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing import util as multiprocessing_util
-from pathlib import Path
 from typing import Any
 
-from sampler_hook import adapters, identity
-from sampler_hook.engine import EXTERNAL_ID, EngineCapture
-from sampler_hook.settings import HookSettings
+from sampler_hook import adapters, figures, metrics
+from sampler_hook.control import ControlFile
+from sampler_hook.journal import Journal
+from sampler_hook.settings import WORKER_KINDS, HookSettings
+from sampler_hook.taps import CAPTURE, tap
+from sampler_hook.wrapping import OURS, Site, Tap, attach, detach
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
-from sparseety.logwriter import LogWriter
-from sparseety.records import Gap, Scope
 
 # vLLM gives handlers to the "vllm" logger alone; only below that name do our lines appear where its own do.
 log = logging.getLogger("vllm.sparseety")
 
-_CAPTURE = "_sparseety_capture"  # on a Scheduler: its EngineCapture, None once its log is closed
-_LOG = "_sparseety_log"
-_OURS = "__sparseety__"  # on a wrapper
-
-# vLLM's default is to kill its engine at once after asking it to end; what is not written by then is lost.
-_FLUSH_SECONDS = 0.01
-
-Method = Callable[..., Any]
+_LOOK_SECONDS = 1.0  # between looks at the control file, and between publications of metrics
+_GATHER_SECONDS = 0.005  # after a step, before its records are made: by then the engine waits for its workers again
+# Hooks that must have fired by the time that these have: without them nothing, or not everything, is recorded.
+_SILENT_AFTER_STEPS, _SILENT_AFTER_SECONDS = 100, 60.0
+_MUST_FIRE = ("Scheduler.add_request", "Scheduler.update_from_output", "Request.from_engine_core_request")
 
 
 def install(settings: HookSettings) -> None:
     """Wrap the methods of this process's vLLM. Raises SparseetyError; then nothing is wrapped."""
     vllm = adapters.probe(untested=settings.untested)
-    if any(hasattr(getattr(target.owner, target.name), _OURS) for target in vllm.targets):
+    if any(hasattr(getattr(target.owner, target.name), OURS) for target in vllm.targets):
         return  # by another copy of this module
-    Hook(settings.folder, vllm).attach()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Log:
-    writer: LogWriter
-    pid: int  # whose it is: a fork's copy must not write a second ending into the file
-
-    def close(self) -> None:
-        if self.pid == os.getpid():
-            self.writer.close()
+    if settings.metrics:
+        metrics.publish_here(os.environ)
+    Hook(settings, vllm).attach()
 
 
 class Hook:
     """The wrappers of one process, and the logs of its schedulers (one, as a rule)."""
 
-    def __init__(self, folder: Path, vllm: adapters.Vllm) -> None:
-        self._folder, self._vllm = folder, vllm
+    def __init__(self, settings: HookSettings, vllm: adapters.Vllm) -> None:
+        self._settings, self._vllm = settings, vllm
         self._clock = monotonic_clock()
-        self._put_on: list[tuple[adapters.Target, Any, Any]] = []  # target, vLLM's own attribute, ours
-        self._logs: list[_Log] = []  # open ones
-        self._ending_registered = False
-        self._off = False
-        self._switching = threading.Lock()
+        self._control = ControlFile(settings)
+        self._sites: list[Site] = []
+        self._journals: list[Journal] = []  # open ones
+        self._latest: list[Journal] = []  # of each scheduler, open or not
+        self._schedulers: list[weakref.ref[Any]] = []  # all that there are
+        self._failed: dict[str, int] = {}  # parts that a fault has ended -> how many faults
+        self._on = True  # wanted by the operator
+        self._switching = threading.RLock()
+        self._looking = threading.Lock()
+        self._waking = threading.Event()
+        self._attendant: threading.Thread | None = None
+        self._closing = False
+        self._pid = os.getpid()
+        self._silent: set[str] = set()  # hooks that were reported
 
     # ------------------------------------------------------------------------------------- putting on, taking off
 
     def attach(self) -> None:
-        wrap: dict[str, Callable[[Method], Method]] = {
-            "__init__": self._wrap_init,
-            "add_request": self._wrap_add_request,
-            "update_from_output": self._wrap_update_from_output,
-            "finish_requests": self._wrap_finish_requests,
-            "shutdown": self._wrap_shutdown,
-            "from_engine_core_request": self._wrap_from_engine_core_request,
+        """Wrap what this process has; where it makes no scheduler, no wrapper will ever find one."""
+        self._put_on(self._vllm.targets)
+
+    def _parts(self) -> set[str]:
+        """Of adapters.POINTS, those that are wanted and have not failed."""
+        wanted = {"tokens", "events"} | (self._control.now.capture & {"kv"})
+        if self._settings.capture & WORKER_KINDS:
+            wanted.add("workers")
+        return wanted - self._failed.keys()
+
+    def _put_on(self, targets: list[adapters.Target]) -> None:
+        there = {str(site.target) for site in self._sites}
+        for target in targets:
+            if target.part in self._parts() and str(target) not in there:
+                self._sites.append(attach(target, tap(target) or self._own_taps()[str(target)], self._safely))
+
+    def _own_taps(self) -> dict[str, Tap]:
+        """Those that open and close a log."""
+        itself: Callable[[Any], Any] = lambda instance: instance  # noqa: E731
+        close: Callable[..., None] = lambda scheduler, args, kwargs: self._close_journal(scheduler)  # noqa: E731
+        return {
+            "Scheduler.__init__": Tap(itself, after=lambda scheduler, _, args, kwargs: self._meet(scheduler)),
+            # First: nothing is sampled from here on, and vLLM's own may hang.
+            "Scheduler.shutdown": Tap(itself, before=close),
+            "EngineCore.shutdown": Tap(lambda core: getattr(core, "scheduler", None), before=close),
         }
-        for target in self._vllm.targets:
-            self._put(target, wrap[target.name])
 
-    def _put(self, target: adapters.Target, wrap: Callable[[Method], Method]) -> None:
-        own = vars(target.owner)[target.name]
-        is_class_method = isinstance(own, classmethod)
-        wrapper: Any = wrap(own.__func__ if is_class_method else own)
-        setattr(wrapper, _OURS, True)
-        ours = classmethod(wrapper) if is_class_method else wrapper
-        setattr(target.owner, target.name, ours)
-        self._put_on.append((target, own, ours))
+    def detach(self, parts: set[str] | None = None) -> None:
+        """Give vLLM its own methods back: all, or those of some parts."""
+        for site in [site for site in self._sites if parts is None or site.target.part in parts]:
+            detach(site)
+            self._sites.remove(site)
 
-    def detach(self) -> None:
-        """Give vLLM its own methods back. One that someone else has wrapped since stays; ours under it does nothing."""
-        self._off = True
-        for target, own, ours in self._put_on:
-            if vars(target.owner).get(target.name) is ours:
-                setattr(target.owner, target.name, own)
-        self._put_on = []
-
-    def _safely(self, action: Callable[..., object], *args: Any) -> None:
-        if self._off:
+    def _safely(self, site: Site, action: Callable[..., object], *args: Any) -> None:
+        if site.target.part in self._failed:
             return
         try:
             action(*args)
         except Exception as error:  # noqa: BLE001 -- whatever we did wrong, the request being served must not notice
-            self._switch_off(error)
+            self._fault(site.target.part, error)
 
-    def _switch_off(self, error: Exception) -> None:
+    def _fault(self, part: str, error: Exception) -> None:
         with self._switching:
-            if self._off:
+            first = part not in self._failed
+            self._failed[part] = self._failed.get(part, 0) + 1
+            if not first:
+                return
+            if part != "tokens":
+                self.detach({part})
+                log.error(
+                    "sparseety: recording %s failed and switched itself off; vLLM serves on", part, exc_info=error
+                )
+                for journal in self._latest:
+                    journal.capture.event(kind="part_off", detail=f"{part}: {type(error).__name__}")
                 return
             self.detach()
+            journals, self._journals = self._journals, []
         log.error("sparseety: capture failed and switched itself off; vLLM serves on, uncaptured", exc_info=error)
-        logs, self._logs = self._logs, []
         reason = f"capture switched itself off: {type(error).__name__}"
-        for each in logs:
-            each.writer.put(Gap(ts=self._clock(), reason=reason, count=1))
+        for journal in journals:
+            journal.leave(reason)
         # Closed, the log says that nothing after this was going to be recorded. Closing waits for the disk: not here.
-        threading.Thread(target=_close, args=(logs,), name="sparseety-log-closing").start()
-
-    def _capture(self, scheduler: Any) -> EngineCapture | None:
-        return None if self._off else getattr(scheduler, _CAPTURE, None)
+        threading.Thread(target=_close, args=(journals,), name="sparseety-log-closing").start()
 
     # --------------------------------------------------------------------------------------------------- the logs
 
-    def _open_log(self, scheduler: Any) -> None:
-        if getattr(scheduler, _CAPTURE, None) is not None:  # its class calls __init__ twice
+    def _meet(self, scheduler: Any) -> None:
+        """A scheduler has been made."""
+        if any(known() is scheduler for known in self._schedulers):  # its class calls __init__ twice
             return
-        config = scheduler.vllm_config
+        self._schedulers.append(weakref.ref(scheduler))
+        if self._attendant is None or self._pid != os.getpid():
+            self._pid = os.getpid()
+            atexit.register(self.close)
+            multiprocessing_util.Finalize(None, self.close, exitpriority=0)  # its children end without atexit
+            self._attendant = threading.Thread(target=self._attend, name="sparseety-attendant", daemon=True)
+            self._attendant.start()
+        self._look_at_control()
+        self._on = self._control.now.on
+        if self._on:
+            self._open_journal(scheduler)
+        else:
+            self.detach()
+            log.info("sparseety: switched off by %s", self._settings.control)
+
+    def _open_journal(self, scheduler: Any) -> None:
+        self._put_on([*self._vllm.targets, *adapters.in_engine()])
+        before = next((journal for journal in self._latest if journal.scheduler is scheduler), None)
         try:
-            writer = LogWriter(self._folder, "engine", Scope(), clock=self._clock, flush_seconds=_FLUSH_SECONDS)
+            journal = Journal(
+                self._settings,
+                scheduler,
+                version=self._vllm.version,
+                control=self._control,
+                sites=self._sites,
+                parts=self._parts(),
+                clock=self._clock,
+                before=before,
+            )
         except SparseetyError as error:
             self.detach()
             log.error("sparseety: %s; vLLM serves, nothing is captured", error)
             return
-        opened = _Log(writer, os.getpid())
-        self._logs.append(opened)
-        self._register_ending()
-        attached = [str(target) for target, _, _ in self._put_on]
-        writer.put(identity.engine_start(config, version=self._vllm.version, attached=attached, clock=self._clock))
-        capture = EngineCapture(
-            writer.put,
-            self._clock,
-            generation_eos=identity.generation_eos(config.model_config),
-            starts_exact=adapters.starts_are_exact(config),
-        )
-        setattr(scheduler, _LOG, opened)
-        setattr(scheduler, _CAPTURE, capture)
-        log.info("sparseety: capturing sampled tokens, which are content, into %s", writer.path)
+        except Exception:
+            self.detach()
+            raise
+        journal.capture.wake = self._waking.set
+        journal.capture.scribe.fault = self._fault
+        self._journals.append(journal)
+        self._latest = [*(other for other in self._latest if other is not before), journal]
+        setattr(scheduler, CAPTURE, journal.capture)
+        if (pool := adapters.block_pool(scheduler)) is not None:
+            setattr(pool, CAPTURE, journal.capture)
+        log.info("sparseety: capturing sampled tokens, which are content, into %s", journal.writer.path)
 
-    def _register_ending(self) -> None:
-        """See that the log is closed when this process ends: shut down in order, or as a program that just ends."""
-        if not self._ending_registered:
-            self._ending_registered = True
-            if target := adapters.engine_core_shutdown():
-                self._put(target, self._wrap_engine_core_shutdown)
-            atexit.register(self.close)
-            multiprocessing_util.Finalize(None, self.close, exitpriority=0)  # its children end without atexit
-
-    def _close_log(self, scheduler: Any) -> None:
-        ending = getattr(scheduler, _LOG, None)
-        if ending in self._logs:
-            self._logs.remove(ending)
-            setattr(scheduler, _CAPTURE, None)
-            ending.close()
+    def _close_journal(self, scheduler: Any) -> None:
+        for journal in [journal for journal in self._journals if journal.scheduler is scheduler]:
+            self._journals.remove(journal)
+            setattr(scheduler, CAPTURE, None)
+            self._drain(journal)
+            journal.close()
 
     def close(self) -> None:
-        logs, self._logs = self._logs, []
-        _close(logs)
+        """End it all: the process ends."""
+        if self._pid != os.getpid():  # a fork's copy: none of this is its own, and its locks may be held for ever
+            return
+        self._closing = True
+        self._waking.set()
+        if self._attendant is not None and self._attendant is not threading.current_thread():
+            self._attendant.join(_LOOK_SECONDS)  # it may be publishing into a folder that is about to go
+        for journal in list(self._journals):
+            self._drain(journal)
+        self._journals = []
+        latest, self._latest = self._latest, []
+        for journal in latest:
+            journal.end()
 
-    # ----------------------------------------------------------------------------------------------- the wrappers
+    # ---------------------------------------------------------------------------------------------- the attendant
 
-    def _wrap_init(self, own: Method) -> Method:
-        @functools.wraps(own)
-        def __init__(scheduler: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            own(scheduler, *args, **kwargs)
-            self._safely(self._open_log, scheduler)
+    def _attend(self) -> None:
+        """Make records of what the engine's thread has queued; once a second look around."""
+        look_at = 0.0
+        said: set[type[Exception]] = set()
+        while not self._closing:
+            if self._waking.wait(_LOOK_SECONDS):
+                time.sleep(_GATHER_SECONDS)
+                self._waking.clear()
+            for journal in list(self._journals):
+                self._drain(journal)
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_SECONDS
+                try:
+                    self.look_around()
+                except Exception as error:
+                    if type(error) not in said:  # each kind once: this may come every second
+                        said.add(type(error))
+                        log.exception("sparseety: a bug beside the capture; capture goes on")
 
-        return __init__
+    def _drain(self, journal: Journal) -> None:
+        try:
+            while journal.capture.drain(1):
+                time.sleep(0)  # between steps the interpreter's lock is free for the engine
+        except Exception as error:  # noqa: BLE001 -- as in _safely
+            self._fault("tokens", error)
 
-    def _wrap_from_engine_core_request(self, own: Method) -> Method:
-        @functools.wraps(own)
-        def from_engine_core_request(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            request = own(cls, *args, **kwargs)
-            self._safely(_keep_external_id, request, args, kwargs)
-            return request
+    def look_around(self) -> None:
+        """What is due once a second."""
+        with self._looking:
+            if self._closing:
+                return
+            if self._look_at_control():
+                self._obey()
+            for journal in list(self._journals):
+                self._report_silent(journal)
+            if self._settings.metrics:
+                self._publish()
 
-        return from_engine_core_request
+    def _look_at_control(self) -> bool:
+        try:
+            return self._control.changed()
+        except SparseetyError as error:
+            log.error("sparseety: %s", error)
+            return False
 
-    def _wrap_add_request(self, own: Method) -> Method:
-        @functools.wraps(own)
-        def add_request(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            result = own(scheduler, *args, **kwargs)
-            if capture := self._capture(scheduler):
-                self._safely(lambda: capture.added(_argument(args, kwargs, 0, "request")))
-            return result
+    def _obey(self) -> None:
+        """The control file says something new."""
+        now = self._control.now
+        with self._switching:
+            if now.on and not self._on:
+                self._on = True
+                self._failed.clear()
+                log.info("sparseety: switched on")
+                for scheduler in [known() for known in self._schedulers]:
+                    if scheduler is not None:
+                        self._open_journal(scheduler)
+            elif not now.on and self._on:
+                self._on = False
+                self.detach()
+                log.info("sparseety: switched off; vLLM has its own methods back")
+                journals, self._journals = self._journals, []
+                for journal in journals:
+                    self._drain(journal)
+                    journal.leave("switched off by the operator", journal.capture.scribe.open_requests())
+                _close(journals)
+            elif now.on:
+                self.detach({"kv"} - self._parts())
+                self._put_on([*self._vllm.targets, *adapters.in_engine()])
+                for journal in self._journals:
+                    journal.obey(self._parts())
 
-        return add_request
-
-    def _wrap_update_from_output(self, own: Method) -> Method:
-        @functools.wraps(own)
-        def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            capture = self._capture(scheduler)
-            if capture is None:
-                return own(scheduler, *args, **kwargs)
-            self._safely(
-                lambda: capture.before_step(
-                    _argument(args, kwargs, 0, "scheduler_output"), _argument(args, kwargs, 1, "model_runner_output")
+    def _report_silent(self, journal: Journal) -> None:
+        """A hook that never fires is a hole in the record that looks like peace."""
+        fired = {str(site.target): site.fired for site in self._sites}
+        steps, age = journal.counts.steps, time.monotonic() - journal.opened
+        added = fired.get("Scheduler.add_request", False)
+        if not (steps >= _SILENT_AFTER_STEPS or (added and age > _SILENT_AFTER_SECONDS)):
+            return
+        for name in _MUST_FIRE:
+            if fired.get(name) is False and name not in self._silent:
+                self._silent.add(name)
+                journal.capture.event(kind="hook_silent", detail=name)
+                log.warning(
+                    "sparseety: vLLM has served requests without calling %s; what hangs on it is not recorded", name
                 )
-            )
-            try:
-                outputs = own(scheduler, *args, **kwargs)
-            except BaseException as error:
-                self._safely(capture.step_failed, error)
-                raise
-            self._safely(capture.after_step, outputs)
-            return outputs
 
-        return update_from_output
-
-    def _wrap_finish_requests(self, own: Method) -> Method:
-        @functools.wraps(own)
-        def finish_requests(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            result = own(scheduler, *args, **kwargs)
-            if capture := self._capture(scheduler):
-                self._safely(capture.finished_outside)
-            return result
-
-        return finish_requests
-
-    def _wrap_shutdown(self, own: Method) -> Method:
-        @functools.wraps(own)
-        def shutdown(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            self._safely(self._close_log, scheduler)  # first: nothing is sampled from here on, and vLLM's own may hang
-            return own(scheduler, *args, **kwargs)
-
-        return shutdown
-
-    def _wrap_engine_core_shutdown(self, own: Method) -> Method:
-        @functools.wraps(own)
-        def shutdown(engine_core: Any, *args: Any, **kwargs: Any) -> Any:
-            self._safely(lambda: self._close_log(engine_core.scheduler))
-            return own(engine_core, *args, **kwargs)
-
-        return shutdown
+    def _publish(self) -> None:
+        expected = adapters.expected(self._parts() | self._failed.keys())
+        errors = {part: self._failed.get(part, 0) for part in adapters.PARTS}
+        paused = {"operator": not self._on, "errors": "tokens" in self._failed}
+        for journal in self._latest:
+            journal.publish(figures.of_hooks(expected, self._sites, errors, journal.engine), paused)
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    return args[position] if len(args) > position else kwargs[name]
-
-
-def _keep_external_id(request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    external_id = getattr(_argument(args, kwargs, 0, "request"), "external_req_id", None)
-    if external_id is not None:
-        setattr(request, EXTERNAL_ID, external_id)
-
-
-def _close(logs: list[_Log]) -> None:
-    for each in logs:
-        each.close()
+def _close(journals: list[Journal]) -> None:
+    for journal in journals:
+        journal.close()

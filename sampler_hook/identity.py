@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from sampler_hook import adapters
+from sampler_hook.attention import layers
 from sparseety.clock import Clock
 from sparseety.records import EngineStart, TokenizerIdentity
 
@@ -24,7 +25,9 @@ TOKENIZER_FILES = (
 )
 
 
-def engine_start(config: Any, *, version: str, attached: list[str], clock: Clock) -> EngineStart:
+def engine_start(
+    config: Any, *, version: str, capture: Collection[str], expected: list[str], attached: list[str], clock: Clock
+) -> EngineStart:
     """What a VllmConfig says about the engine."""
     model = config.model_config
     return EngineStart(
@@ -41,8 +44,11 @@ def engine_start(config: Any, *, version: str, attached: list[str], clock: Clock
         max_model_len=int(model.max_model_len),
         reasoning_parser=adapters.reasoning_parser(config),
         data_parallel_rank=adapters.data_parallel_rank(config),
-        hooks_expected=adapters.EXPECTED,
+        hooks_expected=expected,
         hooks_attached=attached,
+        capture=sorted(capture),
+        block_size=adapters.block_size(config),
+        attention=layers(adapters.text_config(model)),
     )
 
 

@@ -18,6 +18,7 @@ from sparseety.errors import SparseetyError
 from sparseety.records import (
     FORMAT_VERSION,
     AnyRecord,
+    EngineEvent,
     EngineStart,
     Gap,
     LogClose,
@@ -112,7 +113,7 @@ class LogWriter:
         )
         self._next_segment = 0
         self.path = self._path(0)  # the segment that was opened last
-        self._repeated: list[bytes] = []  # records that each segment needs, because earlier ones may be gone
+        self._repeated: dict[type, bytes] = {}  # what each segment needs said again: earlier ones may be gone
         self._displacement: Gap | None = None  # said in the next segment's head
         self._segment: Segment | None = None
         self.written = 0  # records in the log
@@ -161,13 +162,13 @@ class LogWriter:
             if not self._closed and self._queued_bytes + size <= self._max_queue_bytes:
                 self._lines.append(line)
                 self._queued_bytes += size
-                if record.__class__ is EngineStart:
-                    self._repeated.append(line)
+                if record.__class__ is EngineStart or (record.__class__ is EngineEvent and record.kind == "control"):
+                    self._repeated[record.__class__] = line
                 return True
         return self._lose(record, "written after the log was closed" if self._closed else "queue full")
 
     def put_all(self, records: list[AnyRecord]) -> None:
-        """As `put` for each of them, for less. Not for an EngineStart, which later segments repeat."""
+        """As `put` for each of them, for less. Not for what later segments repeat."""
         try:
             lines = [_encode(record) + b"\n" for record in records]
         except (UnicodeEncodeError, TypeError, ValueError, OverflowError):
@@ -286,7 +287,7 @@ class LogWriter:
 
     def _repeated_lines(self, now: float) -> list[bytes]:
         """Those records, as of now: what stands in this segment has happened by its beginning."""
-        return [_line(msgspec.structs.replace(_decode(line), ts=now)) for line in self._repeated]
+        return [_line(msgspec.structs.replace(_decode(line), ts=now)) for line in self._repeated.values()]
 
     def _usable_segment(self) -> Segment:
         """The segment to append to, after a look at what became of it. Raises OSError."""

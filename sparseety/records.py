@@ -18,6 +18,11 @@ Kind = Literal[
     "text", "reasoning", "tool_call", "role", "finish", "usage", "error", "comment", "control", "done", "unparsed"
 ]
 Phase = Literal["prefill", "decode", "recomputed"]
+Role = Literal["prefill", "decode"]
+EventKind = Literal[
+    "sleep", "wake", "weight_update", "weight_version", "cache_reset", "control", "hook_silent", "part_off"
+]
+KvKind = Literal["allocated", "reused", "evicted", "preempted"]
 Outcome = Literal[
     "complete",
     "client_gone",
@@ -45,7 +50,8 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mounting: Mounting = "proxy"  # the proxy: a hop of its own, or inside the server, blind to the network before it
     upstream: str | None = None  # the proxy: where it sends requests, without credentials; None: inside the server
     exclusive: bool = False  # the proxy: the operator says that every request of the upstream passes through here
-    sample: float = 1.0  # share of requests recorded, 0..1
+    sample: float = 1.0  # share of requests recorded, 0..1, by a keyed hash of the reply's id
+    sample_key: str | None = None  # names the key of that hash; two witnesses with one key choose alike
 
 
 class LogOpen(Record, frozen=True, kw_only=True, tag="log_open"):
@@ -237,6 +243,14 @@ class TokenizerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     vocab_size: int | None = None  # rows of the model's output layer: every sampled id is below it
 
 
+class AttentionLayers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Layers of one kind, as the model's configuration states them; not measured."""
+
+    layer_type: str  # full, sliding, chunked, linear, sparse
+    layers: int  # how many
+    window: int | None = None  # sliding, chunked: tokens of the window or chunk
+
+
 class EngineStart(Record, frozen=True, kw_only=True, tag="engine_start"):
     """An engine core with the plugin has come up."""
 
@@ -249,6 +263,21 @@ class EngineStart(Record, frozen=True, kw_only=True, tag="engine_start"):
     data_parallel_rank: int = 0  # as vLLM states it
     hooks_expected: list[str] = []  # what the plugin wanted to wrap
     hooks_attached: list[str] = []  # what it wrapped
+    capture: list[str] = []  # what was asked for: tokens, kv, ...
+    block_size: int | None = None  # tokens of a KV block
+    attention: list[AttentionLayers] = []  # derived from the model's configuration
+
+
+class EngineEvent(Record, frozen=True, kw_only=True, tag="engine_event"):
+    """Something that changes what later requests get, or what is recorded of them."""
+
+    kind: EventKind  # what happened
+    detail: str | None = None  # what exactly: the level of a sleep, the cache, the method, the part
+    done: bool | None = None  # cache_reset: whether the engine says that it did it
+    weight_version: str | None = None  # weight_version: the new one
+    sample: float | None = None  # control: share of requests recorded from here on
+    sample_key: str | None = None  # control: as in the scope
+    near_zero: float | None = None  # control: threshold of near-zero activations from here on
 
 
 class RequestAdded(Record, frozen=True, kw_only=True, tag="request_added"):
@@ -269,6 +298,9 @@ class RequestAdded(Record, frozen=True, kw_only=True, tag="request_added"):
     detokenize: bool = True  # false: no text is made
     max_tokens: int | None = None  # output tokens at most
     min_tokens: int = 0  # no stop string, stop id or end of sequence counts before so many
+    attempt: int = 1  # how often this external id and child has come to this engine, this time included
+    role: Role | None = None  # where prefill and decode run in different engines: this one's part
+    lora: str | None = None  # the adapter's name
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -277,7 +309,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request: int  # the request, as in request_added
     first_index: int  # 0-based position of ids[0] in the output; a jump between rows means that ids are missing
     ids: list[int] = []  # as accepted by the scheduler; rejected drafts are not in here
-    start: int | None = None  # position of the first token computed in this step; None: not known
+    start: int | None = None  # position of the first token computed in this step; None: prompt_len + first_index - 1
+    phase: Phase = "decode"  # prefill: computed the prompt's end; recomputed: positions computed before a preemption
     drafts: int = 0  # draft tokens proposed to this step
     accepted: int = 0  # of these, accepted
     discarded: list[int] = []  # sampled, then thrown away (past a stop, or after the request had ended)
@@ -286,7 +319,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Step(Record, frozen=True, kw_only=True, tag="step"):
     """One engine step that sampled something."""
 
-    step: int  # counts from 0 within this engine process
+    step: int  # counts from 0 within this log
+    weight_version: str | None = None  # of the weights; None: as in the step before
     rows: list[Row]  # one for each request that got something
 
 
@@ -297,8 +331,35 @@ class RequestFinished(Record, frozen=True, kw_only=True, tag="request_finished")
     total_ids: int  # ids accepted over its whole life
     finish_reason: str | None = None  # the engine's word: stop, length, abort, error, repetition
     stop_reason: int | str | None = None  # the stop token id, where one ended it
-    cached_tokens: int | None = None  # prompt tokens taken from the prefix cache; None: not known
+    cached_tokens: int | None = None  # prompt tokens taken from a cache; None: not known
+    external_tokens: int = 0  # of these, fetched from another engine or store
+    computed: int | None = None  # prompt tokens computed here for the first time; None: not known
     preemptions: int = 0  # how often it was put back to wait
+    evicted: int = 0  # positions whose KV it had to give up when preempted
+    reused_again: int = 0  # of these, found in the prefix cache when it went on
+    recomputed: int = 0  # of these, computed once more
+    drafts: int = 0  # draft tokens proposed, where the step's result was taken
+    drafts_accepted: int = 0  # of these, accepted
+    drafts_rejected: int = 0  # of these, rejected
+    attended: dict[str, tuple[int, int]] = {}  # layer type -> (positions read, positions before), derived, output only
+
+
+class KvBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What happened to KV blocks that follow each other in one request."""
+
+    kind: KvKind  # what happened
+    first: int  # position of the first token in the first block
+    tokens: int  # positions that the blocks have room for
+    blocks: list[int]  # the engine's block numbers, in order of position; empty: not known
+    request: int | None = None  # whose positions, as in request_added; evicted: who put them there; None: not recorded
+    group: int = 0  # the engine's KV cache group: layers that share a block table
+
+
+class Kv(Record, frozen=True, kw_only=True, tag="kv"):
+    """KV blocks handed out or taken away before a step."""
+
+    step: int  # as in step
+    events: list[KvBlocks]  # in the order in which they happened
 
 
 # --------------------------------------------------------------- the workers: what the model computed with its zeros
@@ -391,6 +452,7 @@ AnyRecord = (
     | StreamDone
     | Response
     | EngineStart
+    | EngineEvent
     | RequestAdded
     | Step
     | RequestFinished
@@ -398,6 +460,7 @@ AnyRecord = (
     | Weights
     | Sparsity
     | Experts
+    | Kv
 )
 
 RECORD_TYPES: tuple[type[Record], ...] = AnyRecord.__args__
@@ -412,6 +475,8 @@ def subjects(record: AnyRecord) -> tuple[list[int], list[int]]:
             return [], [record.request]
         case Step():
             return [], [row.request for row in record.rows]
+        case Kv():
+            return [], [blocks.request for blocks in record.events if blocks.request is not None]
         case Gap():
             return record.captures, record.requests
         case _:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sampler_hook import adapters
 from sampler_hook.hook import Hook
+from sampler_hook.settings import HookSettings
 from sparseety.logreader import read_log
 from sparseety.records import AnyRecord, RequestAdded, RequestFinished, Row, Step
 
@@ -42,15 +43,19 @@ def config(model: str = "a/model", **changes: Any) -> SimpleNamespace:
 class Engine:
     """A scheduler with the plugin on it, as vLLM's EngineCore would use the two."""
 
-    def __init__(self, folder: Path, vllm_config: Any = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, vllm_config: Any = None, settings: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         from vllm.v1 import request
+        from vllm.v1.core import block_pool
         from vllm.v1.core.sched import scheduler
         from vllm.v1.engine import core
 
         self.folder = folder
         self._request, self._scheduler = request, scheduler
-        self.own_methods = dict(vars(scheduler.Scheduler))
-        self.hook = Hook(folder, adapters.probe(untested=False))
+        self.classes = [scheduler.Scheduler, request.Request, block_pool.BlockPool, core.EngineCore]
+        self.own_methods = [dict(vars(each)) for each in self.classes]
+        self.hook = Hook(HookSettings(folder, **{"metrics": False} | (settings or {})), adapters.probe(untested=False))
         self.hook.attach()
         self.core = core.EngineCore(vllm_config or config(), **options)
         self.scheduler = self.core.scheduler
@@ -102,8 +107,18 @@ class Engine:
 
     @property
     def unwrapped(self) -> bool:
-        """The class has vLLM's own methods, and nothing else."""
-        return dict(vars(self._scheduler.Scheduler)) == self.own_methods
+        """The classes have vLLM's own methods, and nothing else."""
+        return [dict(vars(each)) for each in self.classes] == self.own_methods
+
+    def settle(self) -> None:
+        """Wait until the attendant has made records of all that was queued."""
+        for journal in list(self.hook._journals):
+            self.hook._drain(journal)
+
+    def look_around(self) -> None:
+        """What is due once a second, now."""
+        self.settle()
+        self.hook.look_around()
 
     def log(self) -> list[AnyRecord]:
         """The log, after an orderly shutdown."""
@@ -139,7 +154,16 @@ def fake_vllm(folder: Path, vllm_config: Any = None, **options: Any) -> Iterator
 
 def records(folder: Path) -> list[AnyRecord]:
     """All records of the one log in a folder; a damaged line fails the test."""
-    (path,) = folder.glob("engine-*.jsonl")
+    (log,) = logs(folder)
+    return log
+
+
+def logs(folder: Path) -> list[list[AnyRecord]]:
+    """The records of each log in a folder, the oldest first."""
+    return [_records(path) for path in sorted(folder.glob("engine-*.jsonl"), key=lambda path: path.stat().st_ctime_ns)]
+
+
+def _records(path: Path) -> list[AnyRecord]:
     problems: list[object] = []
     found = [record for _, record in read_log(path, problems.append)]
     assert problems == []

@@ -117,18 +117,24 @@ def test_a_preempted_request_says_where_it_started_again(engine: Engine) -> None
     engine.scheduler.preempt(request.request_id)
     engine.step([22])
     engine.abort(request)
-    assert [row.start for row in engine.rows()] == [0, 4, 0]
+    # Where nothing stands, it is prompt_len + first_index - 1.
+    assert [(row.phase, row.start) for row in engine.rows()] == [("prefill", 0), ("decode", None), ("recomputed", 0)]
     assert engine.finished()[0].preemptions == 1
 
 
-def test_a_position_that_vllm_only_guesses_is_not_written(tmp_path: Path) -> None:
-    vllm_config = config()
-    vllm_config.scheduler_config.async_scheduling = True
-    vllm_config.speculative_config = object()
-    with fake_vllm(tmp_path, vllm_config) as engine:
-        engine.add()
-        engine.step([20])
-        assert [row.start for row in engine.rows()] == [None]
+def test_a_position_that_vllm_only_guesses_is_the_one_that_it_turns_out_to_be(engine: Engine) -> None:
+    """Under async scheduling the next step is planned before it is known how many drafts were rejected."""
+    request = engine.add(max_tokens=9)
+    engine.step([20])
+    request.spec_token_ids = [21, 99, 98]
+    rejecting, ahead = engine.schedule(), engine.schedule()
+    assert ahead.scheduled_cached_reqs.num_computed_tokens == [7]  # as if the drafts were accepted
+    engine.take(rejecting, [21, 22])
+    engine.take(ahead, [23])
+    engine.step([24])
+    engine.abort(request)
+    assert [(row.first_index, row.start) for row in engine.rows()] == [(0, 0), (1, None), (3, None), (4, None)]
+    assert engine.finished()[0].recomputed == 0
 
 
 def test_a_prompt_computed_in_parts_has_no_row_before_its_first_token(tmp_path: Path) -> None:
@@ -137,17 +143,17 @@ def test_a_prompt_computed_in_parts_has_no_row_before_its_first_token(tmp_path: 
         engine.step([])
         engine.step([])
         engine.step([20])
-        assert engine.rows() == [Row(request=1, first_index=0, ids=[20], start=8)]
+        assert engine.rows() == [Row(request=1, first_index=0, ids=[20], start=8, phase="prefill")]
         assert [record.step for record in engine.log() if isinstance(record, Step)] == [2]
 
 
 def test_prompt_tokens_from_the_cache_are_counted(engine: Engine) -> None:
     request = engine.add(max_tokens=2)
-    request.num_cached_tokens = 2
+    request.num_cached_tokens, request.num_external_tokens = 2, 1
     engine.step([20])
     engine.step([21])
-    assert engine.finished()[0].cached_tokens == 2
-    assert engine.rows()[0].start == 2
+    (finished,) = engine.finished()
+    assert (finished.cached_tokens, finished.external_tokens, finished.computed) == (2, 1, 1)
 
 
 def test_cached_tokens_of_a_request_without_output_are_not_known(engine: Engine) -> None:
@@ -288,7 +294,9 @@ def test_a_fault_of_ours_ends_the_capture_and_nothing_else(engine: Engine, caplo
     engine.step([20])
     with caplog.at_level(logging.INFO):
         unusual = engine.add("chatcmpl-b", lacking="stop")  # as in some vLLM that nobody has seen yet
-        replies = [engine.step([21], [30]), engine.step([22], [31])]
+        replies = [engine.step([21], [30])]
+        engine.settle()
+        replies.append(engine.step([22], [31]))
     assert replies == [
         [(request.request_id, [21]), (unusual.request_id, [30])],
         [(request.request_id, [22]), (unusual.request_id, [31])],
@@ -307,6 +315,7 @@ def test_a_fault_while_a_step_is_taken_leaves_the_step_to_vllm(engine: Engine) -
     scheduled = engine.schedule()
     del scheduled.scheduled_new_reqs
     engine.take(scheduled, [20])
+    engine.settle()
     engine.step([21])
     assert request.output_token_ids == [20, 21]
     assert engine.unwrapped

@@ -32,7 +32,7 @@ ALLOWED = {
 # inside functions only: loaded where and when it is there
 ALLOWED_LATE = {
     "proxy": {"brotli", "zstandard"},
-    "sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub"},
+    "sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub", "prometheus_client"},
     "sparseety": {"zstandard"},
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sparseety.records import Gap, LogClose, RequestFinished, Scope, Step
+from sparseety.records import EngineEvent, Gap, LogClose, RequestFinished, Scope, Step
 from tests.logbook import BYTE_LEVEL, EOS, SENTENCEPIECE, Logbook
 from verifier import cli
 
@@ -169,6 +169,15 @@ def test_a_reply_the_engine_does_not_know_is_a_fault_only_where_its_log_is_whole
 
     book.engine.append(Gap(ts=book.tick(), reason="queue full", count=3))
     result = verify(book.write(tmp_path / "gap"), "--json")
+    assert codes(result, "chatcmpl-2") == ("incomplete", {"UNVERIFIABLE"})
+
+
+def test_a_reply_the_engine_does_not_know_is_no_fault_once_not_all_are_recorded(tmp_path, verify):
+    book = Logbook()
+    book.engine.append(EngineEvent(ts=book.tick(), kind="control", sample=0.001))
+    book.exchange([HELLO, EOS], ["hello"])
+    book.stream("chatcmpl-2", ["hello"])
+    result = verify(book.write(tmp_path / "logs"), "--json")
     assert codes(result, "chatcmpl-2") == ("incomplete", {"UNVERIFIABLE"})
 
 

@@ -58,8 +58,8 @@ def completion(name: str, prompt: Any, **fields: Any) -> Ask:
     return Ask(name, COMPLETIONS, {"prompt": prompt, "stream": True, "max_tokens": 24, "temperature": 0.9} | fields)
 
 
-def mixed_traffic() -> list[Ask]:
-    """About 70 requests; every name is used once."""
+def mixed_traffic(longer: int = 1) -> list[Ask]:
+    """About 70 requests; every name is used once. longer: replies of 20 tokens and more are so many times as long."""
     asks = [chat(f"plain-{n}", prompt, **USAGE) for n, prompt in enumerate(ENGLISH + SCRIPTS)]
     asks += [chat(f"long-{n}", prompt, max_tokens=80, **USAGE) for n, prompt in enumerate(ENGLISH)]
     asks += [chat(f"no-usage-{n}", prompt) for n, prompt in enumerate(ENGLISH)]
@@ -105,6 +105,9 @@ def mixed_traffic() -> list[Ask]:
     asks += [chat(f"leave-middle-{n}", ENGLISH[2], leave=3 + 4 * n, max_tokens=200) for n in range(4)]
     asks += [chat(f"leave-before-{n}", ENGLISH[2] * 40, leave=0, max_tokens=200, named=n > 0) for n in range(3)]
     asks += [chat("refused-tokens", ENGLISH[0], max_tokens=-1), chat("refused-model", ENGLISH[0], model="nope")]
+    for ask in asks:
+        if ask.leave is None and ask.body["max_tokens"] >= 20:
+            ask.body["max_tokens"] *= longer
     return asks
 
 

@@ -70,11 +70,27 @@ class VllmServer:
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
 
+def tiny_model(folder: Path, name: str) -> Path:
+    """A tiny random model, made by the Python that has vLLM."""
+    python = vllm_environment() / "bin" / "python"
+    command = [str(python), str(Path(__file__).parent / "tiny_models.py"), str(folder), str(vllm_model()), name]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True)
+    return folder / name
+
+
 @contextlib.contextmanager
-def serve(folder: Path, *, hook_dir: Path | None, arguments: tuple[str, ...] = ()) -> Iterator[VllmServer]:
+def serve(
+    folder: Path,
+    *,
+    hook_dir: Path | None,
+    arguments: tuple[str, ...] = (),
+    model: Path | None = None,
+    hook: dict[str, str] | None = None,
+) -> Iterator[VllmServer]:
     """Run `vllm serve` on a free port until the block ends. `hook_dir`: where the plugin logs; None: it is not loaded.
 
-    `folder` keeps what the server prints. A server that does not come up fails the test with the end of that.
+    model: another than SPARSEETY_TEST_MODEL; hook: more variables of the plugin. `folder` keeps what the server prints.
+    A server that does not come up fails the test with the end of that.
     """
     environment = {
         name: value
@@ -85,10 +101,10 @@ def serve(folder: Path, *, hook_dir: Path | None, arguments: tuple[str, ...] = (
     if hook_dir is None:
         environment["VLLM_PLUGINS"] = "none"  # a list of the plugins to load; there is none of this name
     else:
-        environment["SPARSEETY_HOOK_DIR"] = str(hook_dir)
+        environment |= {"SPARSEETY_HOOK_DIR": str(hook_dir)} | (hook or {})
     port = _free_port()
     binaries = vllm_environment() / "bin"
-    command = [str(binaries / "vllm"), "serve", str(vllm_model()), "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(binaries / "vllm"), "serve", str(model or vllm_model()), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "m", "--max-model-len", "2048", "--enforce-eager", *arguments]
     environment["PATH"] = f"{binaries}{os.pathsep}{environment.get('PATH', '')}"  # it compiles with tools from there
     folder.mkdir(parents=True, exist_ok=True)

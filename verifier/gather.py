@@ -7,6 +7,7 @@ from pathlib import Path
 from sparseety.records import (
     AnyRecord,
     Chunk,
+    EngineEvent,
     EngineStart,
     Gap,
     LogClose,
@@ -116,6 +117,8 @@ class Logs:
                 log.closed = not record.continued
             case EngineStart():
                 log.engine = record
+            case EngineEvent():
+                log.sampled |= record.sample is not None and record.sample < 1
 
     def _capture(self, log: Log, line: int, number: int) -> Capture:
         capture = self.captures.get((id(log), number))

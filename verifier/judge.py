@@ -192,7 +192,7 @@ def _no_join(capture: Capture, choice: int, candidates: int, claims: int, engine
 def _obliged(log: Log, capture: Capture) -> bool:
     """Would this engine log hold the request if its engine had served it, and does its engine serve that model?"""
     start, ending = capture.start, capture.done or capture.response
-    if log.opening is None or log.damaged or log.opening.scope.sample < 1 or ending is None or start is None:
+    if log.opening is None or log.damaged or log.sampled or ending is None or start is None:
         return False
     if log.lost_between(start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
         return False

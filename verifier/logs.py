@@ -34,6 +34,7 @@ class Log:
     first_ts: float | None = None
     last_ts: float = 0.0
     closed: bool = False  # in order, with nothing to follow
+    sampled: bool = False  # not every request was to be recorded, for some time at least
     damaged: bool = False  # something of it is unusable or missing: what is not here may have stood there
     miscounted: bool = False  # it was closed with more or fewer records than could be read
     losses: list[Loss] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Log:
             gap = Gap(ts=opening.ts, reason=f"{which} of the log is not here", count=0)
             self.losses.append(Loss(begin, opening.ts, gap))
         self.opening = self.opening or opening
+        self.sampled |= opening.scope.sample < 1
         self.next_segment = opening.segment + 1
         self.closed = False
 

@@ -69,7 +69,12 @@ class Request:
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_external_tokens = 0
         self.num_preemptions = 0
+        self.found_again = 0
+        self.blocks: list[int] = []
+        self.kv_transfer_params: dict[str, Any] | None = None
+        self.lora_request: Any = None
         self.in_flight = 0
         self.stale = 0
         self.drop_stale_output = False

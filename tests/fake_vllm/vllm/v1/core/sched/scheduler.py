@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import FinishReason, Request, RequestStatus
 
 
@@ -34,12 +35,16 @@ class ModelRunnerOutput:
 
 
 class Scheduler:
-    def __init__(self, vllm_config: Any, max_tokens_per_step: int = 64) -> None:
+    def __init__(self, vllm_config: Any, max_tokens_per_step: int = 64, blocks: int = 100) -> None:
         self.vllm_config = vllm_config
         self.max_tokens_per_step = max_tokens_per_step
         self.requests: dict[str, Request] = {}
         self.failing_requests: set[str] = set()
         self.stopped = False
+        # Blocks of 4 tokens; a request keeps its own until it ends or is preempted, and they stay cached.
+        spec = SimpleNamespace(block_size=4)
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        self.kv_cache_manager = SimpleNamespace(block_pool=BlockPool(blocks))
 
     def add_request(self, request: Request) -> None:
         if request.request_id in self.requests:  # a session's next turn
@@ -48,20 +53,31 @@ class Scheduler:
             self.requests[request.request_id] = request
 
     def schedule(self) -> SchedulerOutput:
-        output = SchedulerOutput(scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]))
+        cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set(), new_block_ids=[])
+        output = SchedulerOutput(scheduled_cached_reqs=cached)
         for request in self.requests.values():
             ahead = request.in_flight if request.status == RequestStatus.RUNNING else 0
             tokens = max(1, request.num_tokens + len(request.spec_token_ids) - request.num_computed_tokens - ahead)
             if request.status == RequestStatus.WAITING:
                 request.num_computed_tokens = request.num_cached_tokens
                 tokens = request.num_tokens - request.num_cached_tokens
+            tokens = min(tokens, self.max_tokens_per_step)
+            if request.status == RequestStatus.WAITING:
                 output.scheduled_new_reqs.append(
-                    SimpleNamespace(req_id=request.request_id, num_computed_tokens=request.num_cached_tokens)
+                    SimpleNamespace(
+                        req_id=request.request_id,
+                        num_computed_tokens=request.num_cached_tokens,
+                        block_ids=(self._blocks(request, tokens),),
+                    )
                 )
             else:
-                output.scheduled_cached_reqs.req_ids.append(request.request_id)
-                output.scheduled_cached_reqs.num_computed_tokens.append(request.num_computed_tokens)
-            tokens = min(tokens, self.max_tokens_per_step)
+                cached.req_ids.append(request.request_id)
+                if request.status == RequestStatus.PREEMPTED and request.num_preemptions:
+                    cached.resumed_req_ids.add(request.request_id)
+                    request.num_computed_tokens = request.found_again
+                    tokens = min(request.num_tokens - request.num_computed_tokens, self.max_tokens_per_step)
+                cached.num_computed_tokens.append(request.num_computed_tokens)
+                cached.new_block_ids.append((self._blocks(request, tokens),))
             if request.spec_token_ids:
                 output.scheduled_spec_decode_tokens[request.request_id] = request.spec_token_ids
                 request.spec_token_ids = []
@@ -71,8 +87,21 @@ class Scheduler:
             output.num_scheduled_tokens[request.request_id] = tokens
         return output
 
-    def preempt(self, engine_id: str, drop_stale_output: bool = False) -> None:
+    def _blocks(self, request: Request, tokens: int) -> list[int]:
+        """Numbers of the blocks that a request gets for so many more tokens."""
+        lacking = -(-(request.num_computed_tokens + tokens) // 4) - len(request.blocks)
+        new = [block.block_id for block in self.kv_cache_manager.block_pool.get_new_blocks(max(0, lacking))]
+        request.blocks += new
+        return new
+
+    def preempt(self, engine_id: str, drop_stale_output: bool = False, found_again: int = 0) -> None:
+        """found_again: positions that the prefix cache has still when the request goes on."""
         request = self.requests[engine_id]
+        request.found_again = found_again
+        self._preempt_request(request, 0.0, drop_stale_output)
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        request.blocks = []
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -98,7 +127,8 @@ class Scheduler:
             stopped = self._take(request, row)
             if not len(row):
                 continue
-            stats = SimpleNamespace(num_cached_tokens=request.num_cached_tokens) if request.has_prefill_stats else None
+            external = request.num_external_tokens
+            stats = SimpleNamespace(num_external_cached_tokens=external) if request.has_prefill_stats else None
             request.has_prefill_stats = False
             reason = request.get_finished_reason()
             outputs.append(EngineCoreOutput(engine_id, row, reason, request.stop_reason, stats))
