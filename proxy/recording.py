@@ -155,6 +155,8 @@ class Recording:
             self._guard.spent += time.perf_counter() - begun
 
     def _put_all(self, records: list[AnyRecord]) -> None:
+        if not records:
+            return
         assert self._writer is not None
         self._writer.put_all(records)
         for record in records:
