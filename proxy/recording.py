@@ -19,8 +19,8 @@ from sparseety.records import AnyRecord, Chunk, Gap, Outcome, RequestStart, Resp
 log = logging.getLogger("sparseety.proxy")
 
 
-# Reads of replies are recorded in batches, each batch in short turns: done in the shadow of each read, the same work
-# costs half as much again.
+# Reads of replies are recorded in batches, each batch in short turns: done between two reads, the same work costs more,
+# because its code is cold each time.
 BATCH_SECONDS = 0.05
 TURN_READS = 32  # so that no read waits behind more than a fraction of a millisecond of recording
 WAITING_BYTES = 1 << 22  # that may wait, of all requests
