@@ -10,7 +10,7 @@ from typing import Any
 from sampler_hook import adapters
 from sampler_hook.hook import Hook
 from sampler_hook.settings import HookSettings
-from sparseety.logreader import read_log
+from sparseety.logreader import find_logs, in_order, read_log
 from sparseety.records import AnyRecord, RequestAdded, RequestFinished, Row, Step
 
 FAKE_VLLM = Path(__file__).parent / "fake_vllm"
@@ -160,7 +160,10 @@ def records(folder: Path) -> list[AnyRecord]:
 
 def logs(folder: Path) -> list[list[AnyRecord]]:
     """The records of each log in a folder, the oldest first."""
-    return [_records(path) for path in sorted(folder.glob("engine-*.jsonl"), key=lambda path: path.stat().st_ctime_ns)]
+    if not folder.exists():
+        return []
+    paths = [path for path in find_logs([str(folder)]) if path.name.startswith("engine-")]  # some may be packed by now
+    return [_records(path) for path in in_order(paths)]
 
 
 def _records(path: Path) -> list[AnyRecord]:

@@ -17,7 +17,9 @@ from tests.hook_fakes import Engine, fake_vllm, logs, records
 
 
 def write(path: Path, **content: Any) -> None:
-    path.write_text(json.dumps(content))
+    whole = path.with_suffix(".new")  # the hook looks by itself too, and must not find half a file
+    whole.write_text(json.dumps(content))
+    whole.replace(path)
 
 
 @pytest.fixture
