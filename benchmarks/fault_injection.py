@@ -42,7 +42,6 @@ from verifier.judge import judge
 from verifier.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-NO_END = -1
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from sparseety.records import ToolCall
 from verifier.channels import Account, Parsers, Sent, explain, output_of, prompt_opens
 from verifier.expect import TextRules, from_table
 from verifier.parsers import REASONING, TOOLS, Reasoning, Tools
+from verifier.script import Output
 from verifier.tokenizer import Tokenizer, load_tokenizer
 
 WORDS = "the answer is 42 so let me think About it: café 漢字 😀 naïve x<y a>b [1, 2] {} -> it's".split()  # noqa: SIM905
@@ -317,12 +318,17 @@ class Maker:
 # ------------------------------------------------------------------------------------------------------ the account
 
 
-def account_of(server: Server, case: Case, sent: Sent, skip: bool, whole: bool = True) -> Account:
+def due(server: Server, case: Case, skip: bool) -> tuple[Output, bool | None]:
+    """The output as the verifier sees it, and whether the prompt opened the reasoning, if that is known."""
     expected = from_table(server.tokenizer, case.ids, TextRules(skip_special_tokens=skip))
     assert expected is not None
     output = output_of(server.tokenizer, case.ids, expected, expected.text, streamed=case.streamed)
     prompt = server.tokenizer.text(case.prompt[-16:], skip_special=False)
-    opened = prompt_opens(prompt, case.reasoning)
+    return output, prompt_opens(prompt, case.reasoning)
+
+
+def account_of(server: Server, case: Case, sent: Sent, skip: bool, whole: bool = True) -> Account:
+    output, opened = due(server, case, skip)
     known = Parsers(case.reasoning or "", case.tools or "", opened, case.choice is not None)
     return explain(output, sent, known, whole=whole)
 
@@ -472,10 +478,7 @@ def record(server: Server, folder: Path, pairs: list[tuple[str | None, str | Non
             text = server.tokenizer.text(case.ids, skip_special=False)
             if len(case.ids) > 60 or not sent.pieces or own_fault(case, sent, text):
                 continue
-            expected = from_table(server.tokenizer, case.ids, TextRules(skip_special_tokens=skip))
-            assert expected is not None
-            output = output_of(server.tokenizer, case.ids, expected, expected.text, streamed=case.streamed)
-            prompt = server.tokenizer.text(case.prompt[-16:], skip_special=False)
+            output, opened = due(server, case, skip)
             rows.append(
                 {
                     "reasoning": reasoning or "",
@@ -483,7 +486,7 @@ def record(server: Server, folder: Path, pairs: list[tuple[str | None, str | Non
                     "offered": case.choice is not None,
                     "streamed": case.streamed,
                     "asked": case.asked,
-                    "opened": prompt_opens(prompt, reasoning),
+                    "opened": opened,
                     "text": output.text,
                     "markers": [[m.start, m.end, m.content, m.special] for m in output.markers],
                     "pieces": sent.pieces,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sampler_hook import worker_adapters as adapters
-from sampler_hook.adapters import data_parallel_rank
+from sampler_hook.adapters import data_parallel_rank, text_config
 from sampler_hook.counting import Counting, weights
 from sampler_hook.sparsity_settings import KINDS, WEIGHTS, SparsitySettings
 from sparseety.clock import monotonic_clock
@@ -169,7 +169,7 @@ class WorkerPart:
             clock=self._clock,
             rows=adapters.rows_of_a_step(config),
             device=runner.device,
-            config=adapters.text_config(config),
+            config=text_config(config.model_config),
             kinds=self._settings.kinds,
         )
         if WEIGHTS in self._settings.kinds:

@@ -58,11 +58,6 @@ def language_model(runner: Any) -> Any:
     return part() if callable(part) else model
 
 
-def text_config(config: Any) -> Any:
-    model = config.model_config
-    return getattr(model, "hf_text_config", None) or model.hf_config
-
-
 def rows_of_a_step(config: Any) -> int:
     return int(config.scheduler_config.max_num_batched_tokens)
 

@@ -463,8 +463,6 @@ AnyRecord = (
     | Kv
 )
 
-RECORD_TYPES: tuple[type[Record], ...] = AnyRecord.__args__
-
 
 def subjects(record: AnyRecord) -> tuple[list[int], list[int]]:
     """The requests a record speaks of: (captures of a proxy log, requests of an engine log)."""

@@ -1,6 +1,7 @@
 """Builds small capture logs for tests: what a proxy and an engine would have written about some requests."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,19 @@ BYTE_LEVEL = TOY / "bytebpe.json"  # 259 "hello", 264 " world", 265 " hello", 27
 SENTENCEPIECE = TOY / "spm.json"
 EOS = 272
 
+WAIT = 20.0  # seconds, for what comes soon
 Pieces = Sequence[str | tuple[Any, str]]
+
+
+def captures(found: list[AnyRecord]) -> list[int]:
+    return [record.capture for record in found if isinstance(record, Chunk)]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from sparseety.logreader import find_logs, in_order, read_log
 from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, Chunk, Gap, RequestStart, Scope, StreamDone
 from sparseety.segments import Rotation
+from tests.logbook import WAIT, captures, until
 from tests.raw_upstream import (
     EVENT_STREAM,
     LAST_CHUNK,
@@ -30,7 +31,6 @@ from tests.raw_upstream import (
 )
 from tests.raw_upstream import chunk as http_chunk
 
-WAIT = 20.0
 STREAMS = 64
 ANY_DISK = Rotation(min_free_bytes=0, compress=False)
 
@@ -50,17 +50,6 @@ def records(folder: Path) -> list[AnyRecord]:
 
 def gaps(found: list[AnyRecord]) -> list[Gap]:
     return [record for record in found if isinstance(record, Gap)]
-
-
-def captures(found: list[AnyRecord]) -> list[int]:
-    return [record.capture for record in found if isinstance(record, Chunk)]
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Disk:

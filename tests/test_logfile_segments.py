@@ -17,8 +17,8 @@ from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, Chunk, EngineStart, Gap, LogClose, LogOpen, Scope, TokenizerIdentity
 from sparseety.segments import Rotation, locked
 from sparseety.tidy import tidy
+from tests.logbook import WAIT, captures, until
 
-WAIT = 20.0
 PLAIN = {"min_free_bytes": 0, "compress": False}
 
 
@@ -51,17 +51,6 @@ def total_size(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):  # it is being tidied
             size += path.stat().st_size
     return size
-
-
-def captures(found: list[AnyRecord]) -> list[int]:
-    return [record.capture for record in found if isinstance(record, Chunk)]
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Hours:

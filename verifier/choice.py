@@ -162,7 +162,7 @@ class ChoiceJudge:
         )
 
     def _ending(self) -> Ending:
-        request_end = self.capture.done or self.capture.response
+        request_end = self.capture.ending
         assert request_end is not None
         engine, delivered = self.engine, self.delivered
         stop = delivered.stop_reason if isinstance(delivered.stop_reason, str) else None

@@ -35,7 +35,7 @@ def lines(
 
 
 def _head(capture: Capture) -> Iterator[str]:
-    start, ending = capture.start, capture.done or capture.response
+    start, ending = capture.start, capture.ending
     name = capture.response_id or (start.uuid if start else f"capture {capture.number}")
     facts = [f"request {printable(name)}"]
     if start is not None:

@@ -84,7 +84,7 @@ class EngineIndex:
 def _within(request: EngineRequest, capture: Capture) -> bool:
     """Can the engine have worked on this during that request? The engine begins after the proxy, and ends before it."""
     begin, _ = request.life
-    start, ending = capture.start, capture.done or capture.response
+    start, ending = capture.start, capture.ending
     return (start is None or start.ts - CLOCK_SKEW <= begin) and (ending is None or begin <= ending.ts + CLOCK_SKEW)
 
 

@@ -83,7 +83,7 @@ def _not_judged(capture: Capture) -> tuple[Verdict, Finding] | None:
     def info(code: str, detail: str) -> Finding:
         return Finding(code, "protocol", Severity.INFO, detail, places=(capture.place,))
 
-    start, ending = capture.start, capture.done or capture.response
+    start, ending = capture.start, capture.ending
     if start is not None and start.endpoint is None:
         return Verdict.OUT_OF_SCOPE, info("NOT_AN_ENDPOINT", "passed through; not an endpoint whose text is judged")
     if ending is None:
@@ -132,7 +132,7 @@ def _damage(capture: Capture) -> list[Finding]:
 
 
 def _protocol_findings(capture: Capture, damaged: bool) -> list[Finding]:
-    ending = capture.done or capture.response
+    ending = capture.ending
     assert ending is not None  # _not_judged saw to it
     if ending.outcome in _BROKEN_OFF:
         detail = f"{_BROKEN_OFF[ending.outcome]} before the reply's end; what came was checked"
@@ -191,7 +191,7 @@ def _no_join(capture: Capture, choice: int, candidates: int, claims: int, engine
 
 def _obliged(log: Log, capture: Capture) -> bool:
     """Would this engine log hold the request if its engine had served it, and does its engine serve that model?"""
-    start, ending = capture.start, capture.done or capture.response
+    start, ending = capture.start, capture.ending
     if log.opening is None or log.damaged or log.sampled or ending is None or start is None:
         return False
     if log.lost_between(start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
@@ -208,7 +208,7 @@ def _serves(log: Log, model: str | None) -> bool:
 
 def _count_findings(capture: Capture, kept: list[tuple[int, int]], engine_logs: list[Log]) -> list[Finding]:
     """usage.completion_tokens against the ids."""
-    ending, usage = capture.done or capture.response, capture.usage
+    ending, usage = capture.ending, capture.usage
     if usage is None or usage.completion_tokens is None or ending is None or ending.outcome != "complete":
         return []
     if capture.error_events:

@@ -18,7 +18,7 @@ class _LeftUnnamed:
         self._by_name: Counter[tuple[Endpoint, str]] = Counter()  # the client chose the id
         self._anonymous: Counter[Endpoint] = Counter()
         for capture in captures:
-            start, ending = capture.start, capture.done or capture.response
+            start, ending = capture.start, capture.ending
             if start is None or start.endpoint is None or ending is None or capture.response_id is not None:
                 continue
             endpoint: Endpoint = "chat" if start.endpoint == "messages" else start.endpoint  # the ids are of one kind
@@ -45,7 +45,7 @@ def judge_orphans(logs: Logs, orphans: Iterable[EngineRequest]) -> list[RequestV
     exclusive = [
         log for log in logs.files if log.opening and log.opening.source == "proxy" and log.opening.scope.exclusive
     ]
-    unsure = [capture for capture in logs.captures.values() if not capture.ended or capture.start is None]
+    unsure = [capture for capture in logs.captures.values() if not capture.ending or capture.start is None]
     verdicts: dict[str, RequestVerdict] = {}
     for request in orphans:
         assert request.added is not None  # the index holds no others

@@ -94,8 +94,8 @@ class Capture:
         return self.response_ids[0] if self.response_ids else None
 
     @property
-    def ended(self) -> bool:
-        return self.done is not None or self.response is not None
+    def ending(self) -> StreamDone | Response | None:
+        return self.done or self.response
 
     @property
     def place(self) -> str:
@@ -104,14 +104,13 @@ class Capture:
     @property
     def losses(self) -> list[Gap]:
         """What this log lost of the request, for certain or perhaps."""
-        ending = self.done or self.response
+        ending = self.ending
         begin = self.start.ts if self.start else -math.inf
         return [*self.gaps, *self.log.unnamed_between(begin, ending.ts if ending else math.inf)]
 
     @property
     def usage(self) -> Usage | None:
-        ending = self.done or self.response
-        return ending.usage if ending else None
+        return self.ending.usage if self.ending else None
 
 
 @dataclass(slots=True)
@@ -177,7 +176,7 @@ def add_chunk(capture: Capture, line: int, chunk: Chunk) -> None:
 
 
 def add_done(capture: Capture, done: StreamDone) -> None:
-    if capture.ended:
+    if capture.ending:
         capture.contradicts("it ends twice")
     capture.done = done
     length = sum(choice.length for choice in capture.choices.values())
@@ -191,7 +190,7 @@ def add_done(capture: Capture, done: StreamDone) -> None:
 
 
 def add_response(capture: Capture, line: int, response: Response) -> None:
-    if capture.ended:
+    if capture.ending:
         capture.contradicts("it ends twice")
     capture.response = response
     if response.response_id:
