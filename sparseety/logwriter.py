@@ -26,6 +26,7 @@ from sparseety.records import (
     Record,
     Scope,
     Source,
+    concerns_none,
     subjects,
 )
 from sparseety.segments import Displaced, Rotation, Segment, segment_name
@@ -53,15 +54,19 @@ class _Loss:
     count: int = 0
     captures: set[int] = field(default_factory=set)
     requests: set[int] = field(default_factory=set)
-    unnamed: bool = False
+    concerned: bool = False  # by something that was lost, a request is
+    unnamed: bool = False  # it may be any
 
     def add(self, record: AnyRecord, reason: str) -> None:
         self.reason = reason
         self.count += record.count if isinstance(record, Gap) else 1  # a gap that is lost stands for its records
+        if concerns_none(record):
+            return
+        self.concerned = True
         captures, requests = subjects(record)
         self.captures.update(captures)
         self.requests.update(requests)
-        if isinstance(record, Gap) and not captures and not requests:
+        if not captures and not requests:
             self.unnamed = True
         if self.unnamed or len(self.captures) + len(self.requests) > _NAMES_IN_A_GAP:
             self.unnamed = True
@@ -75,6 +80,7 @@ class _Loss:
             count=self.count,
             captures=sorted(self.captures),
             requests=sorted(self.requests),
+            no_request=not self.concerned,
         )
 
 

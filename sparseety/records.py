@@ -83,6 +83,7 @@ class Gap(Record, frozen=True, kw_only=True, tag="gap"):
     captures: list[int] = []  # the proxy's requests concerned
     requests: list[int] = []  # the engine's requests concerned
     # neither: it is not known which requests are concerned; any may be that was open since the record before this one
+    no_request: bool = False  # none is concerned: what was lost speaks of none, such as blocks evicted from the cache
 
 
 # --------------------------------------------------------------------------------------------------- the proxy
@@ -465,7 +466,10 @@ AnyRecord = (
 
 
 def subjects(record: AnyRecord) -> tuple[list[int], list[int]]:
-    """The requests a record speaks of: (captures of a proxy log, requests of an engine log)."""
+    """The requests a record speaks of: (captures of a proxy log, requests of an engine log).
+
+    See concerns_none for what it means that there are none.
+    """
     match record:
         case RequestStart() | Chunk() | StreamDone() | Response():
             return [record.capture], []
@@ -479,3 +483,14 @@ def subjects(record: AnyRecord) -> tuple[list[int], list[int]]:
             return record.captures, record.requests
         case _:
             return [], []
+
+
+def concerns_none(record: AnyRecord) -> bool:
+    """No request is judged otherwise for want of this record: it speaks of none, and changes what holds for none."""
+    match record:
+        case Kv():
+            return not any(subjects(record))
+        case Gap():
+            return record.no_request
+        case _:
+            return False

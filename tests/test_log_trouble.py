@@ -16,7 +16,7 @@ from sparseety import logwriter
 from sparseety.clock import monotonic_clock
 from sparseety.logreader import find_logs, in_order, read_log
 from sparseety.logwriter import LogWriter
-from sparseety.records import AnyRecord, Chunk, Gap, RequestStart, Scope, StreamDone
+from sparseety.records import AnyRecord, Chunk, EngineEvent, Gap, Kv, KvBlocks, RequestStart, Scope, StreamDone
 from sparseety.segments import Rotation
 from tests.logbook import WAIT, captures, until
 from tests.raw_upstream import (
@@ -111,6 +111,10 @@ class HangingWrites:
         self._go_on.set()
 
 
+def full_disk(fd: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 # ----------------------------------------------------------------------------------------------------- the writer
 
 
@@ -137,6 +141,29 @@ def test_on_a_full_disk_each_record_is_written_or_named_in_a_gap_and_recording_r
     assert sum(gap.count for gap in gaps(found)) == log.lost == number + 1 - len(written)
     assert all("No space left" in gap.reason for gap in gaps(found))
     assert len(caplog.records) == 2, "one message when it stops, one when it goes on"
+
+
+def test_a_gap_says_when_what_was_lost_concerns_no_request_and_when_it_may_concern_any(tmp_path, monkeypatch):
+    log = writer(tmp_path, flush_seconds=600)
+    evicted = Kv(ts=1.0, step=1, events=[KvBlocks(kind="evicted", first=0, tokens=16, blocks=[7])])
+    control = EngineEvent(ts=1.0, kind="control", sample=0.5)
+    named = Chunk(ts=1.0, capture=4, wire_index=1, chunk_index=1, delta_text="a", accumulated_len=1)
+    for lost in ([evicted], [evicted, named], [named, control]):
+        monkeypatch.setattr(os, "write", full_disk)
+        for _ in range(2):  # the gap of the first is lost with the second
+            for record in lost:
+                log.put(record)
+            log.flush()
+        monkeypatch.undo()
+        log.put(named)
+        log.flush()
+    log.close()
+    found = gaps(records(tmp_path))
+    assert [(gap.count, gap.captures, gap.no_request) for gap in found] == [
+        (2, [], True),
+        (4, [4], False),
+        (4, [], False),
+    ]
 
 
 def test_recording_stops_before_the_disk_is_full_and_goes_on_when_there_is_room_again(disk):

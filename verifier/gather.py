@@ -110,7 +110,8 @@ class Logs:
                     self._capture(log, line, number).gaps.append(record)
                 for number in record.requests:
                     self._engine(log, line, number).gaps.append(record)
-                log.losses.append(Loss(log.last_ts, record.ts, record))
+                if not record.no_request:
+                    log.losses.append(Loss(log.last_ts, record.ts, record))
             case LogOpen():
                 log.opened(record)
             case LogClose():
