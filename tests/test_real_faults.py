@@ -102,18 +102,21 @@ OTHERS = ["EngineCapture.evicted", "Scribe._blocks", "Journal.publish", "Control
 def test_no_fault_of_the_plugin_fails_or_changes_a_reply(faulty: Faulty, fault: str) -> None:
     faulty.switch(on=True)
     before = len(faulty.logs())
+    message = f"ZeroDivisionError: put into {fault} by a test"
     faulty.fault.write_text(fault)
     try:
-        for _ in range(2):
+        for times in range(20):
             assert [faulty.reply(prompt) for prompt in PROMPTS] == faulty.expected
             faulty.leave()
+            # Where a busy machine has the request end before its client is missed, the abort comes another time.
+            if times and (fault not in TOKENS_OFF or faulty.said(message)):
+                break
         time.sleep(0.3)
     finally:
         faulty.fault.unlink()
     assert [faulty.reply(prompt) for prompt in PROMPTS] == faulty.expected
-    output = faulty.server.output.read_text()
     if fault in TOKENS_OFF:
-        assert f"ZeroDivisionError: put into {fault} by a test" in output
+        assert faulty.said(message)
         time.sleep(0.3)
         *_, last = faulty.logs()
         assert isinstance(last[-1], LogClose)
