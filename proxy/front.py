@@ -329,6 +329,7 @@ class FrontProtocol(HttpToolsProtocol):
         cycle.disconnected = True  # for the relay: it must break off what it sent upstream
         cycle.message_event.set()
         if cycle.response_started:
+            cycle.flush_head()
             self.transport.close()
         else:
             self._answer(refusal)

@@ -32,6 +32,7 @@ class ReplyCycle(RequestResponseCycle):
         self._bodyless = self.scope["method"] == "HEAD"
         self._left: int | None = None  # bytes of the body still to come; None: no length was announced
         self._until_close = False  # the body ends where the connection does
+        self._held = b""  # of the head: until the body's first part, or the event loop's next turn
         self.bytes_sent = 0
 
     async def run_asgi(self, app: "ASGI3Application") -> None:
@@ -48,6 +49,7 @@ class ReplyCycle(RequestResponseCycle):
 
     def _break_off(self) -> None:
         """End the connection so that no client can take the reply for a complete one."""
+        self.flush_head()
         if not self.response_started:
             self.transport.write(INTERNAL.reply())
         elif self._until_close:
@@ -101,7 +103,9 @@ class ReplyCycle(RequestResponseCycle):
         lines.append(b"\r\n")
         self.response_started = True
         self.waiting_for_100_continue = False
-        self._write(b"".join(lines))
+        # Most heads come in one read with the body, or its beginning, and then go out with it in one packet.
+        self._held = b"".join(lines)
+        asyncio.get_running_loop().call_soon(self.flush_head)
 
     def _send_body(self, body: bytes, more: bool) -> None:
         if self.response_complete:
@@ -117,14 +121,22 @@ class ReplyCycle(RequestResponseCycle):
             self._left -= len(body)
             if self._left < 0 or (self._left and not more):
                 raise RuntimeError("a body of another length than was announced")
-        if body:
+        if body or not more:
             self._write(body)
         if not more:
             self._finish()
 
+    def flush_head(self) -> None:
+        if self._held and not self.transport.is_closing():
+            self._write(b"")
+
     def _write(self, data: bytes) -> None:
-        self.bytes_sent += len(data)
-        self.transport.write(data)
+        """Together with the head, if that is still here."""
+        if self._held:
+            data, self._held = self._held + data, b""
+        if data:
+            self.bytes_sent += len(data)
+            self.transport.write(data)
 
     def _finish(self) -> None:
         self.response_complete = True

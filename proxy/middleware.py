@@ -60,8 +60,10 @@ class Capture:
         log.warning("sparseety: requests and replies, their text included, are recorded in %s", self._writer.path)
 
     def _close(self) -> None:
-        if self._writer is not None and os.getpid() == self._pid:  # a fork's copy must not end the file of another
-            self._writer.close()
+        if self._recorder is None or self._writer is None or os.getpid() != self._pid:
+            return  # a fork's copy must not end the file of another
+        self._recorder.flush()
+        self._writer.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._recorder is None:

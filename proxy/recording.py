@@ -5,7 +5,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 from uuid import uuid4
 
 from proxy.capture import Limits, RequestCapture, RequestHead
@@ -19,11 +20,14 @@ from sparseety.records import AnyRecord, Chunk, Gap, Outcome, RequestStart, Resp
 log = logging.getLogger("sparseety.proxy")
 
 
-# Reads of replies are recorded in batches, each batch in short turns: done between two reads, the same work costs more,
-# because its code is cold each time.
+# What happens to requests is recorded in batches, each batch in short turns: done between two reads, the same work
+# costs more, because its code is cold each time, and whoever waits for the next read waits for it too.
 BATCH_SECONDS = 0.05
-TURN_READS = 32  # so that no read waits behind more than a fraction of a millisecond of recording
+TURN_STEPS = 32  # so that no read waits behind more than a fraction of a millisecond of recording
 WAITING_BYTES = 1 << 22  # that may wait, of all requests
+
+Step = tuple[Callable[..., Iterable[AnyRecord]], tuple[Any, ...]]
+"""A method of the capture, and what it is to be called with."""
 
 
 class Recorder:
@@ -42,29 +46,33 @@ class Recorder:
         self.guard = guard or Guard(Thresholds())
         self.open: dict[int, Recording] = {}
         self._numbers = itertools.count(1)
-        self._waiting: deque[Recording] = deque()  # those with reads to be recorded, each once
+        self._waiting: deque[Recording] = deque()  # those with something to be recorded, each once
         self._waiting_bytes = 0
         self._scheduled = False
 
     def later(self, recording: "Recording", size: int, *, first: bool) -> None:
-        """A read of so many bytes waits to be recorded; first: the only one of this request."""
+        """A step with so many bytes waits to be recorded; first: the only one of this request."""
         self._waiting_bytes += size
         if first:
             self._waiting.append(recording)
         if self._waiting_bytes > WAITING_BYTES:
-            while self._waiting:
-                self._waiting.popleft().catch_up()
+            self.flush()
         elif not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_later(BATCH_SECONDS, self._turn)
+
+    def flush(self) -> None:
+        """Record all that waits. To be called before the log is closed."""
+        while self._waiting:
+            self._waiting.popleft().catch_up()
 
     def done(self, size: int) -> None:
         self._waiting_bytes -= size
 
     def _turn(self) -> None:
-        reads = 0
-        while self._waiting and reads < TURN_READS:
-            reads += self._waiting.popleft().catch_up()
+        steps = 0
+        while self._waiting and steps < TURN_STEPS:
+            steps += self._waiting.popleft().catch_up()
         self._scheduled = bool(self._waiting)
         if self._scheduled:
             asyncio.get_running_loop().call_soon(self._turn)
@@ -85,8 +93,10 @@ class Recording:
         self._status: int | None = None
         self._reads = self._bytes = 0
         self._started = False  # request_start is written
-        self._unread: list[tuple[bytes, float]] = []  # reads of the reply that are not recorded yet
+        self._steps: list[Step] = []  # that are not recorded yet
+        self._steps_bytes = 0
         self._skipped = False  # not recorded, or not to its end, because the capture was paused
+        self._ending: tuple[Outcome, float, str | None] | None = None
         self._capture: RequestCapture | None = None
         try:
             if self._writer and self._guard.paused:
@@ -98,39 +108,56 @@ class Recording:
 
     def request_body(self, data: bytes) -> None:
         if capture := self._capture:
-            self._write(lambda: capture.request_body(data, self._recorder.clock()))
+            self._later(len(data), capture.request_body, data, self._recorder.clock())
 
     def request_ended(self) -> None:
         if capture := self._capture:
-            self._write(lambda: capture.request_ended(self._recorder.clock()))
+            self._later(0, capture.request_ended, self._recorder.clock())
 
     def reply_head(self, status: int, headers: HeaderList, ts: float) -> None:
         self._status = status
         if capture := self._capture:
-            self._write(lambda: capture.reply_head(status, headers, ts))
+            self._later(0, capture.reply_head, status, headers, ts)
 
     def reply_body(self, data: bytes, ts: float) -> None:
         self._reads += 1
         self._bytes += len(data)
-        if self._capture:
-            self._unread.append((data, ts))
-            self._recorder.later(self, len(data), first=len(self._unread) == 1)
-
-    def catch_up(self) -> int:
-        """Record the reads that wait; returns how many those were."""
-        reads, self._unread = self._unread, []
-        self._recorder.done(sum([len(data) for data, _ in reads]))
-        if reads and (capture := self._capture):
-            self._write(lambda: [record for data, ts in reads for record in capture.reply_body(data, ts)])
-        return len(reads)
+        if capture := self._capture:
+            self._later(len(data), capture.reply_body, data, ts)
 
     def ended(self, outcome: Outcome, error: str | None) -> None:
         self._recorder.open.pop(self._number, None)
-        self.catch_up()
+        self._ending = outcome, self._recorder.clock(), error
         if capture := self._capture:
-            self._write(lambda: capture.ended(outcome, self._recorder.clock(), error))
-        if self._skipped:
-            self._put_all([self._ending_unread(outcome, error)])
+            self._later(0, capture.ended, *self._ending)
+        elif self._skipped:
+            self._put_all([self._ending_unread(*self._ending)])
+
+    def _later(self, size: int, step: Callable[..., Iterable[AnyRecord]], *arguments: Any) -> None:
+        self._steps.append((step, arguments))
+        self._steps_bytes += size
+        self._recorder.later(self, size, first=len(self._steps) == 1)
+
+    def catch_up(self) -> int:
+        """Record the steps that wait; returns how many those were."""
+        begun = time.perf_counter()
+        steps, self._steps = self._steps, []
+        self._recorder.done(self._steps_bytes)
+        self._steps_bytes = 0
+        records: list[AnyRecord] = []
+        try:
+            if self._guard.paused and self._capture:
+                self._skip()
+            elif self._capture:
+                for step, arguments in steps:
+                    records.extend(step(*arguments))
+                self._put_all(records)
+        except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
+            self._put_all(records)
+            self._failed(error)
+        finally:
+            self._guard.spent += time.perf_counter() - begun
+        return len(steps)
 
     def live(self) -> LiveStream:
         return LiveStream(
@@ -141,18 +168,6 @@ class Recording:
             bytes=self._bytes,
             captured=self._capture is not None,
         )
-
-    def _write(self, step: Callable[[], list[AnyRecord]]) -> None:
-        begun = time.perf_counter()
-        try:
-            if self._guard.paused:
-                self._skip()
-            else:
-                self._put_all(step())
-        except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
-            self._failed(error)
-        finally:
-            self._guard.spent += time.perf_counter() - begun
 
     def _put_all(self, records: list[AnyRecord]) -> None:
         if not records:
@@ -185,10 +200,11 @@ class Recording:
         records.append(Gap(ts=self._recorder.clock(), reason=reason, count=1, captures=[self._number]))
         self._capture, self._skipped = None, True
         self._recorder.counters.uncaptured += 1
+        if self._ending:
+            records.append(self._ending_unread(*self._ending))
         self._put_all(records)
 
-    def _ending_unread(self, outcome: Outcome, error: str | None) -> Response:
-        ts = self._recorder.clock()
+    def _ending_unread(self, outcome: Outcome, ts: float, error: str | None) -> Response:
         return Response(
             ts=ts,
             capture=self._number,

@@ -6,122 +6,162 @@ Source: the request models of vLLM 0.32 (ChatCompletionRequest, CompletionReques
 AnthropicMessagesRequest).
 """
 
+import contextlib
 import hashlib
-from typing import Any, TypeVar
+from typing import Any, get_type_hints
 
 import msgspec
 
 from sparseety.records import Endpoint, RequestParameters
 
-T = TypeVar("T")
 
-_Fields = dict[str, msgspec.Raw]
-_decode = msgspec.json.Decoder(_Fields).decode
+class _StreamOptions(msgspec.Struct):
+    include_usage: Any = None
 
-_STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+class _Body(msgspec.Struct):
+    """The fields of all endpoints that say something about the text, as the server types them. None: absent."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_sequences: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    echo: bool | None = None
+    detokenize: bool | None = None
+    use_beam_search: bool | None = None
+    include_reasoning: bool | None = None
+    return_token_ids: bool | None = None
+    logprobs: Any = None  # chat: a switch; completions: how many, and 0 asks for those of the chosen tokens
+    include: list[Any] | None = None
+    tools: list[msgspec.Raw] | None = None
+    stream_options: _StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    messages: list[Any] | None = None
+    system: str | list[Any] | None = None
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    prompt: Any = None
+
+
+_decode = msgspec.json.Decoder(_Body, strict=False).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_TYPES = get_type_hints(_Body)
+_BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+# What the server of /v1/messages ignores: it is not among that API's fields.
+_SWITCHES = (
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "ignore_eos",
+    "echo",
+    "detokenize",
+    "use_beam_search",
+    "include_reasoning",
+    "return_token_ids",
+)
 
 
 def read_parameters(body: bytes, endpoint: Endpoint) -> RequestParameters | None:
     """The parameters of a request body; None where it is no JSON object. Never raises on what the body holds."""
-    try:
-        fields = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    fields = _read(body)
+    if fields is None:
         return None
-    common: dict[str, Any] = {
-        "model": _get(fields, "model", str),
+    found: dict[str, Any] = {
+        "model": fields.model,
         "max_tokens": _max_tokens(fields, endpoint),
-        "temperature": _get(fields, "temperature", float),
-        "top_p": _get(fields, "top_p", float),
-        "stop": _stop(fields, "stop_sequences" if endpoint == "messages" else "stop"),
-        "tools": bool(_get(fields, "tools", list[Any])),
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "stop": _strings(fields.stop_sequences if endpoint == "messages" else fields.stop),
+        "tools": bool(fields.tools),
         "structured": _structured(fields),
-        "stream": _default(_get(fields, "stream", bool), False),
+        "stream": bool(fields.stream),
     }
-    if endpoint != "messages":  # whose server ignores what follows: it is not among that API's fields
-        common |= {
-            "n": _default(_get(fields, "n", int), 1) if endpoint != "responses" else 1,
-            "min_tokens": _default(_get(fields, "min_tokens", int), 0),
-            "seed": _get(fields, "seed", int),
-            "stop_token_ids": _default(_get(fields, "stop_token_ids", list[int]), []),
-            "logprobs": _logprobs(fields, endpoint),
-            "include_usage": bool(_default(_get(fields, "stream_options", dict[str, Any]), {}).get("include_usage")),
-        }
-        for name, default in _SWITCHES.items():
-            common[name] = _default(_get(fields, name, bool), default)
+    if endpoint != "messages":
+        _read_openai(fields, endpoint, found)
     match endpoint:
-        case "chat" | "messages":
-            return RequestParameters(**common, **_messages(_get(fields, "messages", list[Any]), *_system(fields)))
+        case "chat":
+            found |= _messages(fields.messages)
+        case "messages":  # the system prompt stands beside them: it is prompt text, though no message
+            found |= _messages(fields.messages, {"content": fields.system})
         case "responses":
-            return RequestParameters(**common, **_input(fields))
+            items = [{"content": fields.input}] if isinstance(fields.input, str) else fields.input
+            found |= _messages(items, {"content": fields.instructions})
         case _:
-            return RequestParameters(**common, **_prompts(_get(fields, "prompt", Any), echo=common["echo"]))
+            found |= _prompts(fields.prompt, echo=bool(fields.echo))
+    return RequestParameters(**found)
 
 
-_SWITCHES = {
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "ignore_eos": False,
-    "echo": False,
-    "detokenize": True,
-    "use_beam_search": False,
-    "include_reasoning": True,
-    "return_token_ids": False,
-}
-
-
-def _get(fields: _Fields, name: str, type_: Any) -> Any:
-    raw = fields.get(name)
-    if raw is None:
-        return None
+def _read(body: bytes) -> _Body | None:
     try:
-        return msgspec.json.decode(raw, type=type_ | None if type_ is not Any else Any, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode(body)
+    except _BAD:
+        pass
+    try:
+        raw = _decode_fields(body)
+    except _BAD:
         return None
+    fields = _Body()
+    for name, value in raw.items():  # one by one, for one of them is of no use
+        if name in _TYPES:
+            with contextlib.suppress(*_BAD):
+                setattr(fields, name, msgspec.json.decode(value, type=_TYPES[name], strict=False))
+    return fields
 
 
-def _default(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
-def _max_tokens(fields: _Fields, endpoint: Endpoint) -> int | None:
-    names = ("max_output_tokens",) if endpoint == "responses" else ("max_completion_tokens", "max_tokens")
-    found: list[int | None] = [_get(fields, name, int) for name in names]
-    return next((value for value in found if value is not None), None)
-
-
-def _stop(fields: _Fields, name: str) -> list[str]:
-    stop = _get(fields, name, str | list[str])
-    return [stop] if isinstance(stop, str) else _default(stop, [])
-
-
-def _logprobs(fields: _Fields, endpoint: Endpoint) -> bool:
-    """Chat: a switch. Completions: how many, and 0 asks for those of the chosen tokens. Responses: to be included."""
+def _read_openai(fields: _Body, endpoint: Endpoint, found: dict[str, Any]) -> None:
+    found["seed"] = fields.seed
+    found["min_tokens"] = fields.min_tokens or 0
+    found["stop_token_ids"] = fields.stop_token_ids or []
+    found["include_usage"] = bool(fields.stream_options and fields.stream_options.include_usage)
     if endpoint == "responses":
-        return "message.output_text.logprobs" in _default(_get(fields, "include", list[Any]), [])
-    value = _get(fields, "logprobs", Any)
-    return value is not None and value is not False
+        found["logprobs"] = "message.output_text.logprobs" in (fields.include or [])
+    else:
+        found["logprobs"] = fields.logprobs is not None and fields.logprobs is not False
+        found["n"] = 1 if fields.n is None else fields.n
+    for name in _SWITCHES:
+        value = getattr(fields, name)
+        if value is not None:
+            found[name] = value
 
 
-def _structured(fields: _Fields) -> bool:
+def _max_tokens(fields: _Body, endpoint: Endpoint) -> int | None:
+    if endpoint == "responses":
+        return fields.max_output_tokens
+    return fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+
+
+def _strings(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else stop or []
+
+
+def _structured(fields: _Body) -> bool:
     """chat and completions: response_format; responses: text.format; messages: output_config.format."""
-    forms = [_get(fields, "response_format", dict[str, Any])]
-    forms += [_default(_get(fields, name, dict[str, Any]), {}).get("format") for name in ("text", "output_config")]
+    forms = [fields.response_format, *((each or {}).get("format") for each in (fields.text, fields.output_config))]
     if any(isinstance(form, dict) and form.get("type", "text") != "text" for form in forms):
         return True
-    return any(_get(fields, name, Any) is not None for name in _STRUCTURED)
-
-
-def _system(fields: _Fields) -> list[Any]:
-    """The system prompt, where it stands beside the messages: it is prompt text, though no message."""
-    return [{"content": _get(fields, "system", str | list[Any])}] if "system" in fields else []
-
-
-def _input(fields: _Fields) -> dict[str, Any]:
-    """One text, or a list of items."""
-    given = _get(fields, "input", str | list[Any])
-    items = [{"content": given}] if isinstance(given, str) else given
-    return _messages(items, {"content": _get(fields, "instructions", str)})
+    constraints = (fields.structured_outputs, fields.guided_json, fields.guided_regex, fields.guided_choice)
+    return any(each is not None for each in (*constraints, fields.guided_grammar))
 
 
 def _messages(messages: list[Any] | None, *beside: Any) -> dict[str, Any]:

@@ -142,4 +142,5 @@ class Worker:
 
     async def _close_log(self, seconds: float) -> bool:
         """A disk that hangs must not keep the proxy from ending; False: it does hang."""
+        self._recorder.flush()
         return self.writer is None or await asyncio.to_thread(self.writer.close, seconds)

@@ -265,7 +265,7 @@ def test_a_request_that_the_server_cancels_is_no_fault_of_the_application(log_di
         pass
 
     asyncio.run(cancelled())
-    made[0]._writer.close()
+    made[0]._close()
     assert records(log_dir)[-1].outcome == "shutdown"
 
 
