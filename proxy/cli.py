@@ -17,6 +17,7 @@ import sparseety
 from proxy.capture import ENDPOINTS
 from proxy.config import Loaded, load_config
 from proxy.service import Service
+from proxy.serving import rest_collector
 from proxy.upstream import Upstream
 from proxy.values import show_bytes, show_seconds
 from proxy.worker import Summary
@@ -39,6 +40,7 @@ def _run(argv: list[str]) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     service = Service(loaded.config, clock=monotonic_clock(), registry=CollectorRegistry())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rest_collector()
         summary = runner.run(_serve(service, loaded, started))
     _say(_last_words(summary))
     return 0

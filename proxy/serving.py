@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,14 @@ from sparseety.errors import SparseetyError
 BACKLOG = 4096
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that it is they who close
 CLOSING_SECONDS = 2.0  # for connections to take their last bytes, once all requests have ended
+
+
+def rest_collector() -> None:
+    """To be called once by a process that is about to serve. The collector of cycles takes a fifth of a short request's
+    cost at Python's defaults: it walks all that was imported, again and again, and what requests leave waiting."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 class Server(uvicorn.Server):

@@ -19,7 +19,7 @@ import uvloop
 
 from proxy.config import ProxyConfig
 from proxy.counters import Counters, LiveStream, Overview, Report, overview_of
-from proxy.serving import CLOSING_SECONDS
+from proxy.serving import CLOSING_SECONDS, rest_collector
 from proxy.worker import LOG_CLOSING_SECONDS, Summary, Worker
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
@@ -353,6 +353,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format=f"%(levelname)s %(name)s[{os.getpid()}]: %(message)s", level=logging.WARNING)
     control, opened = (socket.socket(fileno=int(descriptor)) for descriptor in argv)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rest_collector()
         return runner.run(_work(control, opened))
 
 
