@@ -130,16 +130,15 @@ async def _ask(upstream: Upstream, target: bytes) -> dict[str, Any]:
     data = b""
     try:
         async with asyncio.timeout(ASK_SECONDS):
-            response = await upstream.send("GET", target, [(b"host", upstream.authority)], _nothing())
+            reply = await upstream.send("GET", target, [(b"host", upstream.authority)], _nothing())
             try:
-                assert isinstance(response.stream, httpx.AsyncByteStream)
-                async for read in response.stream:
+                async for read in reply.stream:
                     data += read
                     if len(data) > 1 << 20:
                         return {}
             finally:
-                await response.aclose()
-        found = json.loads(data) if response.status_code == 200 else {}
+                await reply.stream.aclose()
+        found = json.loads(data) if reply.status == 200 else {}
     except (TimeoutError, httpx.TransportError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

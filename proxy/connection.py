@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # else it is a trailer, which ASGI cannot carry on
-            self.headers.append((name, value.rstrip(b" \t")))  # llhttp strips the left side only
+            self.headers.append((name.lower(), value.rstrip(b" \t")))  # llhttp strips the left side only
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -381,7 +381,7 @@ class Connection(asyncio.Protocol):
 
 def _framing(headers: HeaderList) -> bytes | None:
     """What tells where the body ends; None: the end of the connection. Raises RemoteProtocolError."""
-    codings = [value.strip().lower() for name, value in headers if name.lower() == b"transfer-encoding"]
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
     if codings and codings != [b"chunked"]:
         raise httpx.RemoteProtocolError(f"transfer-encoding {b', '.join(codings)!r} is not understood")
     return codings[0] if codings else get(headers, b"content-length")

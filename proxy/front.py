@@ -17,6 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.front_reply import ReplyCycle
+from proxy.headers import get
 from proxy.refusal import INTERNAL, Refusal
 
 log = logging.getLogger("sparseety.proxy")
@@ -218,7 +219,14 @@ class FrontProtocol(HttpToolsProtocol):
     def _check_head(self) -> None:
         """Raises _Refused. The order counts: what is said should be the reason that comes first."""
         version = self.parser.get_http_version()
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.head_bytes:
+        size, hosts, codings = len(self.url), 0, []
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding":
+                codings.append(value.lower())
+        if size > self.limits.head_bytes:
             raise _Refused(_HEAD_TOO_LARGE)
         if version not in ("1.0", "1.1"):
             raise _Refused(_VERSION)
@@ -228,9 +236,8 @@ class FrontProtocol(HttpToolsProtocol):
             if any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers):
                 raise _Refused(_WEBSOCKET)
             self._ignore_upgrade = True
-        if sum(name == b"host" for name, _ in self.headers) > 1:
+        if hosts > 1:
             raise _Refused(_TWO_HOSTS)
-        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and version == "1.0":
             raise _Refused(_CODING_IN_10)
         if codings and codings != [b"chunked"]:
@@ -256,7 +263,7 @@ class FrontProtocol(HttpToolsProtocol):
             "headers": self.headers,
             "state": self.app_state.copy(),
         }
-        expects = any(name == b"expect" and value.lower() == b"100-continue" for name, value in self.headers)
+        expects = (get(self.headers, b"expect") or b"").lower() == b"100-continue"
         return ReplyCycle(
             close_gently=self._close_gently,
             scope=scope,

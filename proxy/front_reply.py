@@ -1,6 +1,7 @@
 """One reply as it goes out to a client: its head as it came, and the framing that this client's HTTP version needs."""
 
 import asyncio
+import functools
 import logging
 import re
 import socket
@@ -79,9 +80,9 @@ class ReplyCycle(RequestResponseCycle):
         lines = [STATUS_LINE.get(status) or b"HTTP/1.1 %d \r\n" % status]
         says_close = False
         for name, value in headers:
-            if _UNSAFE_NAME.search(name) or _UNSAFE_VALUE.search(value):
+            name = _lower(name)
+            if _UNSAFE_VALUE.search(value):
                 raise RuntimeError("a header of the reply cannot be sent")  # its content stays out of logs
-            name = name.lower()
             if name == b"content-length":
                 self._left = int(value)
             elif name == b"connection":
@@ -147,3 +148,11 @@ class ReplyCycle(RequestResponseCycle):
             else:
                 self.transport.close()
         self.on_response()
+
+
+@functools.lru_cache(maxsize=1024)
+def _lower(name: bytes) -> bytes:
+    """Of a header. Raises RuntimeError on one that cannot be sent."""
+    if _UNSAFE_NAME.search(name):
+        raise RuntimeError("a header of the reply cannot be sent")
+    return name.lower()

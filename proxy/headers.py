@@ -1,4 +1,4 @@
-"""Raw header lists: (name, value) pairs of bytes, order and duplicates kept. Pure."""
+"""Raw header lists: (name, value) pairs of bytes, order and duplicates kept, names in lower case as in ASGI. Pure."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ _NEVER_DROPPED = frozenset({b"content-length", b"host"})
 
 
 def get(headers: HeaderList, name: bytes) -> bytes | None:
-    """The first value of a header; `name` in lower case."""
+    """The first value of a header."""
     for key, value in headers:
-        if key.lower() == name:
+        if key == name:
             return value
     return None
 
@@ -28,7 +28,7 @@ def end_to_end(headers: HeaderList) -> list[tuple[bytes, bytes]]:
     dropped = HOP_BY_HOP
     if named := _values(headers, b"connection"):
         dropped |= {option.strip().lower() for value in named for option in value.split(b",")} - _NEVER_DROPPED
-    return [(name, value) for name, value in headers if name.lower() not in dropped]
+    return [field for field in headers if field[0] not in dropped]
 
 
 def for_upstream(headers: HeaderList, authority: bytes) -> list[tuple[bytes, bytes]]:
@@ -40,7 +40,7 @@ def for_upstream(headers: HeaderList, authority: bytes) -> list[tuple[bytes, byt
     kept = end_to_end(headers)
     if get(headers, b"transfer-encoding") is not None:
         # RFC 9112 6.3: with a transfer coding the length does not count, and both together are how smuggling starts.
-        kept = [(name, value) for name, value in kept if name.lower() != b"content-length"]
+        kept = [field for field in kept if field[0] != b"content-length"]
         kept.append((b"transfer-encoding", b"chunked"))
     if get(kept, b"host") is None:
         kept.insert(0, (b"host", authority))
@@ -60,4 +60,4 @@ def content_coding(headers: HeaderList) -> str | None:
 
 
 def _values(headers: HeaderList, name: bytes) -> list[bytes]:
-    return [value for key, value in headers if key.lower() == name]
+    return [value for key, value in headers if key == name]

@@ -152,7 +152,7 @@ class _Exchange:
 
     def _sent(self, message: Message, at: float) -> None:
         if message["type"] == "http.response.start":
-            headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
+            headers = [(bytes(name).lower(), bytes(value)) for name, value in message.get("headers", ())]
             self.recording.reply_head(message["status"], headers, at)
         elif message["type"] == "http.response.body":
             if data := message.get("body"):

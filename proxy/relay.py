@@ -78,7 +78,7 @@ class Client:
 
     async def start(self, status: int, headers: HeaderList) -> None:
         self.replied = True
-        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def forward(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -158,12 +158,11 @@ class Relay:
         """Send the request, pass the reply on. Each read is forwarded at once, and recorded when it is on its way."""
         headers = for_upstream(scope["headers"], self._upstream.authority)
         try:
-            response = await self._upstream.send(scope["method"], _target(scope), headers, client.body(recording))
+            reply = await self._upstream.send(scope["method"], _target(scope), headers, client.body(recording))
         except httpx.TransportError as error:
             return explain(error)
         received = self._clock()
-        raw_headers = response.headers.raw
-        streams = int(is_event_stream(raw_headers))
+        streams = int(is_event_stream(reply.headers))
         self._counters.open_streams += streams
 
         async def pass_on(data: bytes) -> None:
@@ -173,11 +172,10 @@ class Relay:
             finally:
                 recording.reply_body(data, received)  # it was received, even if the client did not wait for it
 
-        stream = response.stream
-        assert isinstance(stream, httpx.AsyncByteStream)
+        stream = reply.stream
         try:
-            await client.start(response.status_code, end_to_end(raw_headers))
-            recording.reply_head(response.status_code, raw_headers, received)
+            await client.start(reply.status, end_to_end(reply.headers))
+            recording.reply_head(reply.status, reply.headers, received)
             if isinstance(stream, ReplyStream):
                 await stream.push(pass_on)
             else:

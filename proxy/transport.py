@@ -6,11 +6,22 @@ after that nothing is ever sent again, for the server might generate twice.
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass
 
 import httpx
 
 from proxy.connection import Connection, Forward, Timeouts
+from proxy.headers import HeaderList
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply whose body is still on its way. Whoever has it closes its stream."""
+
+    status: int
+    headers: HeaderList  # as they came
+    stream: httpx.AsyncByteStream
 
 
 class Transport(httpx.AsyncBaseTransport):
@@ -29,22 +40,23 @@ class Transport(httpx.AsyncBaseTransport):
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Returns when the reply's head is there. Raises httpx.TransportError, and what the request's stream raises."""
+        """`exchange` as httpx's own client calls it."""
         assert isinstance(request.stream, httpx.AsyncByteStream)
-        head, length = _head(request)
+        target = request.extensions.get("target", request.url.raw_path)
+        reply = await self.exchange(request.method, target, request.headers.raw, request.stream)
+        return httpx.Response(reply.status, headers=list(reply.headers), stream=reply.stream)
+
+    async def exchange(self, method: str, target: bytes, headers: HeaderList, body: AsyncIterable[bytes]) -> Reply:
+        """Returns when the reply's head is there. Raises httpx.TransportError, and what `body` raises."""
+        head, length = _head(method, target, headers)
         connection = self._reuse() or await self._connect()
         try:
-            connection.send(head, request.stream, length, head_only=request.method == "HEAD")
+            connection.send(head, body, length, head_only=method == "HEAD")
             await connection.head()
         except BaseException:
             connection.abort()
             raise
-        return httpx.Response(
-            connection.status,
-            headers=connection.headers,
-            stream=ReplyStream(self, connection),
-            extensions={"reason_phrase": connection.reason},
-        )
+        return Reply(connection.status, connection.headers, ReplyStream(self, connection))
 
     async def aclose(self) -> None:
         for connection in list(self._open):
@@ -133,15 +145,15 @@ class ReplyStream(httpx.AsyncByteStream):
             self._transport.release(connection)
 
 
-def _head(request: httpx.Request) -> tuple[bytes, int | None]:
+def _head(method: str, target: bytes, headers: HeaderList) -> tuple[bytes, int | None]:
     """The bytes of a request's head as given, and the length of its body; None: it is chunked.
 
     Raises LocalProtocolError on what would not arrive as one request.
     """
-    line = b"%b %b HTTP/1.1" % (request.method.encode("ascii"), request.extensions.get("target", request.url.raw_path))
+    line = b"%b %b HTTP/1.1" % (method.encode("ascii"), target)
     lines, length, chunked = [line], 0, False
-    for name, value in request.headers.raw:
-        lines.append(b"%b: %b" % (name, value))
+    for name, value in headers:
+        lines.append(name + b": " + value)
         lowered = name.lower()
         if lowered == b"content-length":
             length = int(value)

@@ -136,15 +136,15 @@ def test_no_request_body_raises(body, endpoint):
 
 def test_hop_by_hop_headers_and_those_that_connection_names_stay_here():
     headers = [
-        (b"A", b"1"),
-        (b"Connection", b"close, X-Hop ,content-length"),
+        (b"a", b"1"),
+        (b"connection", b"close, X-Hop ,content-length"),
         (b"x-hop", b"1"),
-        (b"Keep-Alive", b"1"),
-        (b"TE", b"trailers"),
-        (b"Content-Length", b"3"),
+        (b"keep-alive", b"1"),
+        (b"te", b"trailers"),
+        (b"content-length", b"3"),
         (b"a", b"2"),
     ]
-    assert end_to_end(headers) == [(b"A", b"1"), (b"Content-Length", b"3"), (b"a", b"2")]
+    assert end_to_end(headers) == [(b"a", b"1"), (b"content-length", b"3"), (b"a", b"2")]
 
 
 def test_a_chunked_request_stays_chunked_and_one_without_host_gets_the_upstreams():
@@ -157,7 +157,7 @@ def test_a_chunked_request_stays_chunked_and_one_without_host_gets_the_upstreams
 
 
 def test_a_media_type_is_read_without_its_parameters_and_a_coding_without_identity():
-    assert is_event_stream([(b"Content-Type", b"Text/Event-Stream ;charset=utf-8")])
+    assert is_event_stream([(b"content-type", b"Text/Event-Stream ;charset=utf-8")])
     assert not is_event_stream([(b"content-type", b"text/event-streams")])
     assert content_coding([(b"content-encoding", b"identity")]) is None
     assert content_coding([(b"content-encoding", b"gzip"), (b"content-encoding", b"br")]) == "gzip, br"

@@ -91,7 +91,7 @@ async def fetch(upstream: Upstream, method: str = "GET", *body: bytes, headers=(
     except httpx.TransportError as error:
         got.outcome, got.words = explain(error)
         return got
-    got.status, got.headers = response.status_code, tuple(response.headers.raw)
+    got.status, got.headers = response.status, tuple(response.headers)
     try:
         async for data in response.stream:
             got.body += data
@@ -259,7 +259,7 @@ def test_a_connection_is_not_used_again_after_a_reply_that_came_before_the_reque
                     await more.wait()
 
                 response = await upstream.send("POST", b"/", [(b"host", b"x"), (b"content-length", b"2")], body())
-                assert response.status_code == 413
+                assert response.status == 413
                 assert [data async for data in response.stream] == [b"no"]
                 await response.stream.aclose()
 
@@ -481,7 +481,7 @@ def test_pushed_and_pulled_bodies_are_the_same(run, name, slow):
         async with upstream_to(url) as upstream:
             try:
                 response = await upstream.send("GET", b"/", [(b"host", b"x")], parts())
-                got.status, got.headers = response.status_code, tuple(response.headers.raw)
+                got.status, got.headers = response.status, tuple(response.headers)
                 assert isinstance(response.stream, ReplyStream)
                 await response.stream.push(forward)
                 await response.stream.aclose()
