@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 HERE = Path(__file__).resolve().parent
 TICK = os.sysconf("SC_CLK_TCK")
@@ -74,11 +75,14 @@ class Target:
             return
         self.port = free_port()
         folder.mkdir()
-        command, environment = commands(name, self.port, upstream, folder)
+        command, environment = self.command(upstream, folder)
         self.output = (folder / "output").open("w")
         self.process = subprocess.Popen(
             [*prefix, *command], env=os.environ | environment, stdout=self.output, stderr=subprocess.STDOUT
         )
+
+    def command(self, upstream: int, folder: Path) -> tuple[list[str], dict[str, str]]:
+        return commands(self.name, self.port, upstream, folder)
 
     def cpu(self) -> float:
         """Seconds that the target's processes have used."""
@@ -143,6 +147,9 @@ def wait_ready(target: Target) -> bool:
     return False
 
 
+T = TypeVar("T", bound=Target)
+
+
 class Bench:
     def __init__(self, folder: Path, upstream: int, nice: int) -> None:
         self.folder, self.upstream = folder, upstream
@@ -187,15 +194,15 @@ def build(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(names: list[str], nice: int) -> Iterator[tuple[Bench, list[Target]]]:
+def running(names: list[str], nice: int, kind: type[T]) -> Iterator[tuple[Bench, list[T]]]:
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     build(folder)
     bench = Bench(folder, free_port(), nice)
     mock = subprocess.Popen([*bench.on_load_core, folder / "mock", str(bench.upstream)])
-    targets: list[Target] = []
+    targets: list[T] = []
     try:
         for name in names:
-            target = Target(name, bench.upstream, folder / name, bench.on_proxy_core)
+            target = kind(name, bench.upstream, folder / name, bench.on_proxy_core)
             targets.append(target)
             if not wait_ready(target):
                 print(f"{name} does not start:\n{(folder / name / 'output').read_text()}", file=sys.stderr)
@@ -244,7 +251,7 @@ def main() -> int:
     parser.add_argument("--time", type=float, default=1.0, help="scales the length of the runs")
     parser.add_argument("--nice", type=int, default=0, help="negative on a shared machine")
     options = parser.parse_args()
-    with running(options.only.split(","), options.nice) as (bench, targets):
+    with running(options.only.split(","), options.nice, Target) as (bench, targets):
         for name in options.scenarios.split(","):
             print(f"\n### {name}: {' '.join(SCENARIOS[name].load) if name in SCENARIOS else ''}\n", flush=True)
             if name in ("S", "X"):
