@@ -10,6 +10,7 @@ from sparseety.records import RequestAdded, RequestParameters
 from verifier.channels import Parsers, Sent, prompt_opens
 from verifier.classify import Difference
 from verifier.compare import Comparison, Ending, compare
+from verifier.detokenizer import TooManyHeld
 from verifier.expect import REPLACEMENT, TextRules
 from verifier.findings import Axis, Finding, RequestVerdict, Severity
 from verifier.logs import Log
@@ -257,8 +258,11 @@ class ChoiceJudge:
             parameters.include_reasoning,
         )
         streamed = self.capture.response is None
-        judged = compare_channels(tokenizer, self.engine.ids, self._rules(), sent, ending, parsers, streamed=streamed)
-        return judged or comparison
+        try:
+            ids, rules = self.engine.ids, self._rules()
+            return compare_channels(tokenizer, ids, rules, sent, ending, parsers, streamed=streamed) or comparison
+        except TooManyHeld:
+            return comparison  # which says so
 
     def _parsers(self, tokenizer: Tokenizer, parameters: RequestParameters) -> Parsers:
         """Which parsers were on. Another vLLM than the table was made for: not known."""

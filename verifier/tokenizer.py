@@ -9,17 +9,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from huggingface_hub import try_to_load_from_cache
-from tokenizers.decoders import DecodeStream
 
 from sparseety.errors import SparseetyError
+from verifier.detokenizer import ByteFallbackEnding, ByteLevelEnding, Ending, UnknownEnding, Window
 
-# tokenizers' own words for a DecodeStream whose text did not grow as it expected (invalid UTF-8 that became valid).
-_INVALID_PREFIX = "Invalid prefix encountered"
 _SPACES = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -34,6 +33,7 @@ class Tokenizer:
 
     table: id -> bytes, or None where the tokenizer's decoder is of neither known family (then only `replay` works).
     byte_fallback: SentencePiece style: broken bytes decode one U+FFFD each.
+    byte_tokens: of these tokenizers, the ids that stand for one byte.
     strips: one leading space is dropped at a text's start.
     """
 
@@ -43,6 +43,7 @@ class Tokenizer:
     special: frozenset[int]
     added: dict[int, str]
     byte_fallback: bool
+    byte_tokens: frozenset[int]
     strips: bool
     _library: tokenizers.Tokenizer = field(repr=False)
 
@@ -54,19 +55,19 @@ class Tokenizer:
     ) -> list[str]:
         """The text that vLLM's FastIncrementalDetokenizer emits for each id; never flushed, as there.
 
-        Source: vllm/v1/engine/detokenizer.py of vLLM 0.32, FastIncrementalDetokenizer.decode_next.
+        Source: vllm/v1/engine/detokenizer.py of vLLM 0.32, FastIncrementalDetokenizer.decode_next. Raises TooManyHeld.
         """
-        stream = DecodeStream(ids=list(prompt), skip_special_tokens=skip_special)
+        window = self._window(skip_special)
+        for token_id in prompt:
+            window.add(token_id)
         keep_spaces = skip_special or spaces_between_special
         pieces, after_added = [], False
         for token_id in ids:
             try:
-                piece = stream.step(self._library, token_id)
-            except Exception as error:
-                if not str(error).startswith(_INVALID_PREFIX):
-                    raise
-                stream = DecodeStream(skip_special_tokens=skip_special)
-                piece = stream.step(self._library, token_id)
+                piece = window.step(token_id)
+            except ValueError:
+                window = self._window(skip_special)
+                piece = window.step(token_id)
             if not keep_spaces:
                 added = self.added.get(token_id)
                 if added is not None and after_added:
@@ -74,6 +75,17 @@ class Tokenizer:
                 after_added = added is not None
             pieces.append(piece or "")
         return pieces
+
+    def _window(self, skip_special: bool) -> Window:
+        skipped: frozenset[int] = self.special if skip_special else frozenset()
+        ending: Ending
+        if self.table is None:
+            ending = UnknownEnding()
+        elif self.byte_fallback:
+            ending = ByteFallbackEnding(self.table, skipped, self.byte_tokens)
+        else:
+            ending = ByteLevelEnding(self.table, skipped)
+        return Window(partial(self._library.decode, skip_special_tokens=skip_special), ending)
 
     def text(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The library's own decoding: for prompts and messages, never for a verdict on output."""
@@ -109,6 +121,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         special=frozenset(token_id for token_id, token in added.items() if token.special),
         added={token_id: token.content for token_id, token in added.items()},
         byte_fallback=byte_fallback,
+        byte_tokens=frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)),
         strips=strips,
         _library=library,
     )
