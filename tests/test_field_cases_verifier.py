@@ -155,9 +155,9 @@ CASES = {
 
 
 @pytest.fixture
-def judge(tmp_path, capsys) -> Callable[[Logbook], dict[str, Any]]:
-    def run(book: Logbook) -> dict[str, Any]:
-        cli.main([str(book.write(tmp_path)), "--json"])
+def judge(tmp_path, capsys) -> Callable[..., dict[str, Any]]:
+    def run(book: Logbook, *arguments: str) -> dict[str, Any]:
+        cli.main([str(book.write(tmp_path)), "--json", *arguments])
         first: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[0])
         return first
 
@@ -169,7 +169,7 @@ def test_the_verdict_in_the_field_case_is_the_right_one(name, judge):
     case = CASES[name]
     book = Logbook(case.tokenizer)
     book.exchange(case.ids, case.pieces, **case.keys)
-    request = judge(book)
+    request = judge(book, *(["--drift"] if "DRIFT" in case.codes else []))
     assert request["verdict"] == case.verdict, request
     assert {finding["code"] for finding in request["findings"]} == case.codes
     if case.at:
