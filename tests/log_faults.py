@@ -118,9 +118,12 @@ def foreign(stream: Stream, dice: random.Random) -> bool:
 
 def cut_the_end(stream: Stream, dice: random.Random) -> bool:
     """The text stops early; the finish and the end marker come all the same."""
-    if len(pieces := stream.pieces("text", "reasoning")) < 2:
+    pieces = stream.pieces("text", "reasoning")
+    first_of = {piece.get("choice", 0): piece for piece in reversed(pieces)}
+    later = [piece for piece in pieces if piece is not first_of[piece.get("choice", 0)]]
+    if not later:
         return False
-    first = _at(stream, dice.choice(pieces[1:]))
+    first = _at(stream, dice.choice(later))
     choice = stream.chunks[first].get("choice", 0)
     for record in stream.chunks[first:]:
         if record.get("choice", 0) == choice and "chunk_index" in record:
@@ -157,6 +160,8 @@ def no_finish(stream: Stream, dice: random.Random) -> bool:
 
 def other_id(stream: Stream, dice: random.Random, words: dict[int, str]) -> bool:
     """The engine sampled another token than the one whose text came."""
+    if any(record.get("kind") == "tool_call" for record in stream.chunks):
+        return False  # ids that only make a call's form have no text that comes
     rows = [row for rows in stream.ids.values() for row in rows[1:-2] if any(letters_of(words, row))]
     if not rows:
         return False

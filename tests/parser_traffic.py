@@ -118,11 +118,18 @@ def _one(dice: random.Random, name: str) -> Ask:
         del ask.body["stream_options"]
     elif dice.random() < 0.2:
         ask.leave = dice.randrange(0, 14)
-    elif dice.random() < 0.1:
-        ask.body["return_token_ids"] = True
+    elif dice.random() < 0.15:
+        ask.body |= dice.choice([{"return_token_ids": True}, _logprobs(kind), {"stream_options": ALWAYS}])
     if dice.random() < 0.15:
         ask.body["n"] = 2
     return ask
+
+
+ALWAYS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": 1} if kind == "completion" else {"logprobs": True, "top_logprobs": 1}
 
 
 def _form(dice: random.Random, kind: str) -> dict[str, Any]:

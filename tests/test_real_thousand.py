@@ -20,6 +20,7 @@ from tests.parser_traffic import parser_traffic, with_markers
 from tests.proxy_command import start_proxy
 from tests.traffic import send_all
 from tests.vllm_server import DRAFTS, serve, vllm_model
+from verifier.textonly import COUNTS, IDS, RUNNING, SHORTEST, STOPS
 from verifier.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e_full]
@@ -63,6 +64,7 @@ def traffic(request, tmp_path_factory) -> Traffic:
 
 def verdicts(logs: Path, tokenizer: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "verifier.cli", str(logs), "--json", "--tokenizer", str(tokenizer)]
+    command += ["--tool-call-parser", "hermes", "--drift"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     *requests, summary = [json.loads(line) for line in result.stdout.splitlines()]
     assert summary["type"] == "summary", result.stderr
@@ -87,14 +89,16 @@ def test_each_fault_put_into_a_copy_of_these_logs_is_found(traffic, tmp_path):
         for token, data in (load_tokenizer(traffic.tokenizer).table or {}).items()
         if letters(text := data.decode(errors="replace")) == len(text.strip()) >= 3
     }
+    # What was left out (reasoning, text beside calls) and ids past a stop never came: a fault there leaves no trace.
+    untold = {"ABORTED_PREFIX", "BACKEND_OVERRUN", "HIDDEN", "PARSER_DROPPED"}
     whole = {
         request["request_id"]
         for request in traffic.requests
-        if request["verdict"] == "pass"
-        and not {"ABORTED_PREFIX", "BACKEND_OVERRUN"} & {finding["code"] for finding in request["findings"]}
+        if request["verdict"] == "pass" and not untold & {finding["code"] for finding in request["findings"]}
     }
     found: Counter[str] = Counter()
     named: Counter[str] = Counter()
+    undecided: Counter[str] = Counter()
     missed = []
     for seed in range(3):
         copy = tmp_path / str(seed)
@@ -104,8 +108,22 @@ def test_each_fault_put_into_a_copy_of_these_logs_is_found(traffic, tmp_path):
             if request["verdict"] == "fail" and fault:
                 found[fault] += 1
                 named.update(f["code"] for f in request["findings"] if f["severity"] == "fault")
+            elif fault and request["verdict"] == "incomplete":
+                undecided[fault] += 1
             elif fault:
                 missed.append((seed, request["request_id"], fault, request["verdict"], request["findings"]))
-    print(f"\nfound: {dict(found)}\nas: {dict(named)}")
+    print(f"\nfound: {dict(found)}\nas: {dict(named)}\nundecided: {dict(undecided)}")
     assert missed == []
+    # Where a marker of the reasoning parser stands inside a call, for one, nothing tells what the parsers make of it.
+    assert undecided.total() <= found.total() / 200
     assert set(found) == {*FAULTS, OTHER_ID}
+
+
+def test_without_the_engines_log_no_right_stream_has_a_fault_and_none_passes(traffic, tmp_path):
+    for path in traffic.logs.glob("proxy-*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    requests = [request for request in verdicts(tmp_path, traffic.tokenizer) if request["verdict"] != "out_of_scope"]
+    assert {request["verdict"] for request in requests} == {"incomplete"}
+    rules = Counter(rule for request in requests for rule in request["rules"])
+    print(f"\nrules for the stream alone, on so many of {len(requests)} requests: {dict(rules)}")
+    assert {COUNTS, IDS, RUNNING, SHORTEST, STOPS} <= set(rules)
