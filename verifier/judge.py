@@ -60,7 +60,7 @@ def judge(
     result.findings += _protocol_findings(capture, bool(damage))
     kept: list[tuple[int, int] | None] = []  # (ids up to the stop, ids in all) of each choice; None: not all known
     for choice in _choices(capture, join):
-        candidates = join.choices.get(choice, [])
+        candidates = _decoding(join.choices.get(choice, []))
         if candidates and choice not in capture.choices and choice >= (_expected_choices(capture) or choice + 1):
             detail = f"the engine has a choice {choice}, which was not asked for and did not come"
             result.findings.append(_unknown(capture, "BACKEND_LOG_INVALID", detail))
@@ -76,6 +76,12 @@ def judge(
     if not damage and not join.choices:
         _judge_alone(result, capture, tokenizer_for(model))
     return result.settle()
+
+
+def _decoding(candidates: list[EngineRequest]) -> list[EngineRequest]:
+    """Where one engine computed the prompt and another the output, the client got the latter's ids."""
+    decoding = [each for each in candidates if each.added is not None and each.added.role == "decode"]
+    return decoding or candidates
 
 
 def _judge_alone(result: RequestVerdict, capture: Capture, tokenizer: Tokenizer | None) -> None:
