@@ -149,6 +149,12 @@ def test_ids_or_log_probabilities_in_the_stream_are_as_many_as_the_usage_says(ju
     assert judged(TEXT, **keys)[1] == faults
 
 
+def test_of_a_reply_of_ids_alone_the_counts_are_compared(judged):
+    assert judged([None], usage=2, token_ids=[[HELLO, EOS]], detokenize=False)[1] == set()
+    verdict, faults, rules = judged([None], usage=3, token_ids=[[HELLO, EOS]], detokenize=False)
+    assert (verdict, faults, rules) == ("fail", {"COUNT_MISMATCH"}, [COUNTS])
+
+
 @pytest.mark.parametrize(
     ("pieces", "ids", "faults"),
     [
