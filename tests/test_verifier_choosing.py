@@ -3,14 +3,18 @@
 import io
 import shutil
 
+import msgspec
 import pytest
 
+from sparseety.records import EngineStart
 from tests.logbook import BYTE_LEVEL, EOS, Logbook
 from tests.test_verifier_run import HELLO, codes, verify
 from verifier.progress import Progress
 from verifier.selection import point_in_time
 
 __all__ = ["verify"]  # a fixture
+
+END_THINK = 274
 
 
 @pytest.fixture
@@ -91,10 +95,6 @@ def test_the_tokenizer_of_one_model_is_named_and_its_hash_decides(folder, verify
 
 
 def test_where_only_another_tokenizer_is_there_that_is_refused_by_its_hash(tmp_path, verify):
-    import msgspec
-
-    from sparseety.records import EngineStart
-
     book = Logbook()
     book.exchange([HELLO, EOS], ["hello"])
     at = next(n for n, record in enumerate(book.engine) if isinstance(record, EngineStart))
@@ -119,6 +119,18 @@ def test_wrong_use_is_said(folder, verify, capsys, arguments, said):
     with pytest.raises(SystemExit, match="2"):
         verify(folder, *arguments)
     assert said in capsys.readouterr().err
+
+
+def test_a_fault_behind_the_reasoning_needs_the_tool_call_parser_where_tools_are_offered(tmp_path, verify):
+    book = Logbook(reasoning_parser="deepseek_r1")
+    book.exchange([104, END_THINK, HELLO, EOS], [("reasoning", "h"), ("text", "jello")], tools=True)
+    folder = book.write(tmp_path)
+    unknown = verify(folder, "--json")
+    assert codes(unknown) == ("incomplete", {"UNVERIFIABLE"})
+    assert "which tool-call parser is on is not known" in unknown.out
+    assert codes(verify(folder, "--json", "--tool-call-parser", "hermes")) == ("fail", {"ALTERED_TEXT"})
+    assert codes(verify(folder, "--json", "--tool-call-parser", "pythonic")) == ("incomplete", {"UNVERIFIABLE"})
+    assert verify("explain", "chatcmpl-1", folder, "--tool-call-parser", "hermes").exit_code == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- output

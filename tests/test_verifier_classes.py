@@ -1,16 +1,20 @@
 """Findings about how a choice was asked for, held back, stopped and ended: each beside its nearest right neighbour."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from sparseety.records import EngineEvent, EngineStart, RequestAdded
-from tests.logbook import EOS, SENTENCEPIECE, Logbook
+from tests.logbook import BYTE_LEVEL, EOS, SENTENCEPIECE, Logbook
 from tests.test_verifier_run import HELLO, HELLO2, WORLD, codes, verify
+from verifier.tokenizer import load_tokenizer
 
 __all__ = ["verify"]  # a fixture
 
+DEMO = Path(__file__).parent.parent / "deploy/demo/tokenizer"
 BOS, THINK, END_THINK = 271, 273, 274
 SMILE = [240, 159, 152, 128]  # its bytes, an id each
 LENGTH: dict[str, Any] = {"finish": "length", "engine_finish": "length"}
@@ -49,12 +53,15 @@ def test_a_prompt_that_begins_twice_is_told_and_no_fault(judged, added, found):
 
 
 def test_which_token_begins_a_prompt_is_read_from_the_tokenizer_or_its_configuration(tmp_path):
-    from verifier.tokenizer import load_tokenizer
-
     assert load_tokenizer(SENTENCEPIECE).bos() == 1
-    assert load_tokenizer(Logbook().tokenizer).bos() == BOS
-    demo = load_tokenizer(Logbook().tokenizer.parents[3] / "deploy/demo/tokenizer")
-    assert demo.bos() in (None, 1)  # it puts none there itself
+    assert load_tokenizer(BYTE_LEVEL).bos() == BOS
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)  # which puts none there itself
+    for config, token in [('{"bos_token": "<|im_start|>"}', 1), ('{"bos_token": {"content": "<|im_end|>"}}', 2)]:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        assert load_tokenizer(tmp_path).bos() == token
+    for config in ('{"bos_token": null}', "{}", "[]", "no JSON"):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        assert load_tokenizer(tmp_path).bos() is None
 
 
 # ------------------------------------------------------------------------------------------------------ held back

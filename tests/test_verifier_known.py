@@ -2,10 +2,13 @@
 
 from datetime import date
 from pathlib import Path
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from sparseety.errors import SparseetyError
+from sparseety.records import LogOpen, Scope
 from tests.logbook import EOS, Logbook
 from tests.test_verifier_run import HELLO, HELLO2, WORLD, codes, verify
 from verifier.findings import FAULTS
@@ -54,6 +57,17 @@ def test_what_is_known_does_not_fail_and_is_counted_apart(run, verify, folder, t
     assert "2 requests: 2 pass, 0 fail, 0 incomplete" in out
     assert "waived faults: 1 MISSING_TEXT (ticket 7), 1 COUNT_MISMATCH (ticket 7)" in out
     assert "of the passes" not in out, "a waived fault is no reason of a pass"
+
+
+def test_what_is_waived_is_told_to_other_programs_too(run, tmp_path):
+    run(waiver(), "--junit", tmp_path / "junit.xml", "--prom-textfile", tmp_path / "verify.prom")
+    [suite] = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert suite.get("failures") == "1", "the fault that is not known"
+    [known] = [case for case in suite if case.get("name") == "chatcmpl-1"]
+    assert [child.tag for child in known] == ["system-out"]
+    assert "MISSING_TEXT at token 1, chunk 1 (waived: ticket 7)" in (known[0].text or "")
+    gauges = (tmp_path / "verify.prom").read_text()
+    assert 'findings{model_name="toy",code="MISSING_TEXT",severity="waived"} 1' in gauges
 
 
 def test_only_faults_are_waived_and_what_could_not_be_checked_stays_incomplete(run, tmp_path):
@@ -108,10 +122,6 @@ def test_a_waiver_holds_through_its_last_day(tmp_path):
 
 
 def test_an_orphan_that_is_known_is_out_of_scope(tmp_path, run):
-    import msgspec
-
-    from sparseety.records import LogOpen, Scope
-
     book = Logbook()
     book.proxy[0] = msgspec.structs.replace(book.proxy[0], scope=Scope(exclusive=True))
     assert isinstance(book.proxy[0], LogOpen)
