@@ -161,7 +161,9 @@ def text_parameters(request: Any, generation_eos: frozenset[int]) -> dict[str, A
         if (eos := eos_id(request)) is not None:
             eos_ids.append(eos)
         eos_ids += [id_ for id_ in stop_token_ids if id_ in generation_eos and id_ not in eos_ids]
+    head = plain_ids((request.prompt_token_ids or [])[:2])
     return {
+        "prompt_head": head if len(head) == 2 and head[0] == head[1] else [],
         "prompt_tail": plain_ids((request.prompt_token_ids or [])[-16:]),
         "stop": [params.stop] if isinstance(params.stop, str) else list(params.stop or []),
         "stop_token_ids": [id_ for id_ in stop_token_ids if id_ not in eos_ids],

@@ -289,6 +289,7 @@ class RequestAdded(Record, frozen=True, kw_only=True, tag="request_added"):
     engine_id: str  # the engine's own name for it
     prompt_len: int  # tokens
     child: int = 0  # k of n > 1
+    prompt_head: list[int] = []  # the first 2 ids of the prompt, where they are one and the same; else empty
     prompt_tail: list[int] = []  # the last 16 ids of the prompt
     stop: list[str] = []  # strings that end the text
     stop_token_ids: list[int] = []  # the request's own; eos_ids are not among them

@@ -35,7 +35,7 @@ SENTENCEPIECE = TOY / "spm.json"
 EOS = 272
 
 WAIT = 20.0  # seconds, for what comes soon
-Pieces = Sequence[str | tuple[Any, str]]
+Pieces = Sequence[str | tuple[Any, str] | None]  # None: an event without text
 
 
 def captures(found: list[AnyRecord]) -> list[int]:
@@ -49,6 +49,10 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def _so_far(count: int) -> Usage:
+    return Usage(completion_tokens=count)
+
+
 @dataclass
 class Logbook:
     """Two logs in the making. `write` puts them into a folder; the records may be changed before."""
@@ -58,6 +62,7 @@ class Logbook:
     engine: list[AnyRecord] = field(default_factory=list)
     now: float = 1000.0
     reasoning_parser: str | None = None
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         self.proxy.append(self._opening("proxy"))
@@ -75,6 +80,8 @@ class Logbook:
             model="toy",
             tokenizer=identity,
             reasoning_parser=self.reasoning_parser,
+            max_model_len=self.max_model_len,
+            served_names=["toy"],
         )
 
     def tick(self) -> float:
@@ -123,14 +130,17 @@ class Logbook:
         outcome: Any = "complete",
         end_marker: bool = True,
         token_ids: Sequence[list[int]] | None = None,
+        counts: Sequence[int] | None = None,
+        logprobs: Sequence[int] | None = None,
         x_request_id: str | None = None,
         **parameters: Any,
     ) -> int:
         """What the proxy saw of one stream, choice 0 or a dict of choices; returns its capture number.
 
-        A piece may be (kind, text).
+        A piece may be (kind, text). token_ids, counts (usage so far) and logprobs (entries) stand in its event.
         """
         choices = pieces if isinstance(pieces, dict) else {0: pieces}
+        texts = [p[1] if isinstance(p, tuple) else p for some in choices.values() for p in some if p is not None]
         self._captures += 1
         number = self._captures
         wanted = RequestParameters(**({"model": "toy", "stream": True} | parameters))
@@ -147,15 +157,16 @@ class Logbook:
             )
         )
         endings = {"finish_reason": finish, "stop_reason": stop_reason} if finish is not None else None
-        events = self._chunks(number, response_id, choices, endings, token_ids, end_marker)
+        witness = {"token_ids": token_ids, "logprob_count": logprobs, "usage": counts and list(map(_so_far, counts))}
+        events = self._chunks(number, response_id, choices, endings, witness, end_marker)
         self.proxy.append(
             StreamDone(
                 ts=self.tick(),
                 capture=number,
                 outcome=outcome,
                 status=200,
-                chunk_count=sum(map(len, choices.values())),
-                total_text_len=sum(len(p[1] if isinstance(p, tuple) else p) for ps in choices.values() for p in ps),
+                chunk_count=len(texts),
+                total_text_len=sum(map(len, texts)),
                 events=events,
                 reads=events,
                 bytes=100,
@@ -173,21 +184,23 @@ class Logbook:
         response_id: str | None,
         choices: dict[int, Pieces],
         ending: dict[str, Any] | None,
-        token_ids: Sequence[list[int]] | None,
+        witness: dict[str, Sequence[Any] | None],
         end_marker: bool,
     ) -> int:
         """The records of a stream's events; returns how many events those are."""
         events: list[dict[str, Any]] = []
         for choice, pieces in choices.items():
-            length = 0
+            length = count = 0
             for index, item in enumerate(pieces):
                 kind, piece = item if isinstance(item, tuple) else ("text", item)
-                length += len(piece)
-                event = {"choice": choice, "kind": kind, "chunk_index": index + 1, "delta_text": piece}
+                event = {"choice": choice, "kind": kind}
+                event |= {name: values[index] for name, values in witness.items() if values}
+                if piece is not None:
+                    count, length = count + 1, length + len(piece)
+                    event |= {"chunk_index": count, "delta_text": piece, "accumulated_len": length}
                 if kind == "tool_call":
                     event["tool_calls"] = [ToolCall(name=None if index else "f", arguments=piece)]
-                ids = token_ids[index] if token_ids else None
-                events.append({**event, "accumulated_len": length, "token_ids": ids})
+                events.append(event)
             if ending is not None:
                 events.append({"choice": choice, "kind": "finish", **ending})
             elif not pieces and response_id:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from sparseety.records import Chunk
+from sparseety.records import Chunk, Step
 from tests.logbook import BYTE_LEVEL, EOS, SENTENCEPIECE, Logbook
 from verifier import cli
 
@@ -23,7 +24,7 @@ BOS = 271
 class Case:
     source: str
     ids: list[int]
-    pieces: list[str]
+    pieces: list[Any]
     verdict: str
     codes: set[str] = field(default_factory=set)
     tokenizer: Path = BYTE_LEVEL
@@ -148,6 +149,26 @@ CASES = {
         {"ID_MISMATCH"},
         keys={"token_ids": [[HELLO], [], [HELLO2, EOS]]},
     ),
+    "events without text while a character is not whole": Case(
+        "", [97, 240, 159, 140, 182, EOS], ["a", None, None, None, "🌶"], "pass", {"HELD_BACK"}
+    ),
+    "ids missing from the stream of a tool call": Case(
+        "vllm#27482",
+        [275, 123, 34, 110, 34, 58, 49, 125, 276, EOS],
+        [("tool_call", '{"n":1}')],
+        "pass",
+        {"PARSED", "IDS_LEFT_OUT"},
+        keys={"token_ids": [[58, 49, 125, 276]], "tools": True, "finish": "tool_calls"},
+    ),
+    "no usage at all": Case("", [HELLO, EOS], ["hello"], "pass"),
+    "the prompt begins twice": Case(
+        "",
+        [HELLO, WORLD, EOS],
+        ["hello", " world"],
+        "pass",
+        {"DOUBLE_BOS"},
+        keys={"engine_prompt_tail": [BOS, BOS, HELLO], "engine_prompt_len": 3},
+    ),
     "nothing but the end marker": Case(
         "", [HELLO, EOS], [], "fail", {"UNFINISHED", "MISSING_TEXT"}, keys={"finish": None}
     ),
@@ -155,9 +176,9 @@ CASES = {
 
 
 @pytest.fixture
-def judge(tmp_path, capsys) -> Callable[[Logbook], dict[str, Any]]:
-    def run(book: Logbook) -> dict[str, Any]:
-        cli.main([str(book.write(tmp_path)), "--json"])
+def judge(tmp_path, capsys) -> Callable[..., dict[str, Any]]:
+    def run(book: Logbook, *arguments: str) -> dict[str, Any]:
+        cli.main([str(book.write(tmp_path)), "--json", *arguments])
         first: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[0])
         return first
 
@@ -169,12 +190,35 @@ def test_the_verdict_in_the_field_case_is_the_right_one(name, judge):
     case = CASES[name]
     book = Logbook(case.tokenizer)
     book.exchange(case.ids, case.pieces, **case.keys)
-    request = judge(book)
+    request = judge(book, *(["--drift"] if "DRIFT" in case.codes else []))
     assert request["verdict"] == case.verdict, request
     assert {finding["code"] for finding in request["findings"]} == case.codes
     if case.at:
         [finding] = [finding for finding in request["findings"] if finding["severity"] == "fault"]
         assert (finding["token_index"], finding["chunk_index"]) == case.at
+
+
+@pytest.mark.parametrize(
+    ("indexes", "detail"),
+    [([0, 2], "ids are missing: index 1 was due"), ([0, 0, 0], "ids stand twice: index 1 was due")],
+    ids=["a row is missing", "rows that repeat all ids so far"],
+)
+def test_a_log_of_the_engine_that_contradicts_itself_blames_nobody(judge, indexes, detail):
+    """sglang#30917 and others: ids lost under load, or written cumulatively."""
+    book = Logbook()
+    book.exchange([HELLO, WORLD, HELLO2], ["hello", " world", " hello"], finish="length", engine_finish="length")
+    steps = [n for n, record in enumerate(book.engine) if isinstance(record, Step)]
+    kept = {}
+    for at, index in zip(steps, indexes, strict=False):
+        record = book.engine[at]
+        assert isinstance(record, Step)
+        ids = [HELLO2] if len(indexes) == 2 and index else [HELLO, WORLD, HELLO2][: at - steps[0] + 1]
+        row = msgspec.structs.replace(record.rows[0], first_index=index, ids=ids)
+        kept[at] = msgspec.structs.replace(record, rows=[row])
+    book.engine = [kept.get(n, record) for n, record in enumerate(book.engine) if n not in steps or n in kept]
+    request = judge(book)
+    assert (request["verdict"], [f["code"] for f in request["findings"]]) == ("incomplete", ["BACKEND_LOG_INVALID"])
+    assert detail in request["findings"][0]["detail"]
 
 
 def test_an_error_event_is_never_equal_because_both_are_empty(judge):

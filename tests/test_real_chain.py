@@ -17,7 +17,7 @@ from sparseety.records import AnyRecord, Kv, RequestAdded, RequestFinished, Resp
 from sparseety.sampling import join_key
 from tests.proxy_command import start_proxy
 from tests.traffic import Got, mixed_traffic, send_all, usage_of
-from tests.vllm_server import serve, tiny_model
+from tests.vllm_server import DRAFTS, serve, tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -35,7 +35,6 @@ class Setup:
     longer: int = 1  # replies are so many times as long
 
 
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 PLAIN = Setup("plain")
 CROWDED = Setup(
     "drafts, prompts in parts, few blocks",

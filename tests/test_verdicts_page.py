@@ -8,19 +8,21 @@ ROOT = Path(__file__).parent.parent
 
 
 def codes_in_the_code() -> set[str]:
-    constants = {
-        node.value
+    nodes = [
+        node
         for path in [*(ROOT / "verifier").glob("*.py"), *(ROOT / "sparseety").glob("log*.py")]
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    metavars = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "metavar"}
+    constants = {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in metavars
     }
     return {value for value in constants if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*", value) and len(value) > 3} - {
         "EXACT",  # the absence of findings
         "SPARSEETY_VERIFY_TOKENIZER",
         "PLAIN",
-        "FILE",
-        "SHARE",
-        "PATH",
     }
 
 

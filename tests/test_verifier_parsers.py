@@ -140,6 +140,24 @@ def test_of_a_stream_that_broke_off_any_beginning_will_do_if_nothing_before_it_i
     assert explain(output(TEXT), gap, R1, whole=False).difference is not None
 
 
+@pytest.mark.parametrize(
+    ("text", "sent", "code"),
+    [
+        # DeepSeek R1's class drops what comes before a start marker in one go with the end marker, and only then.
+        ("one two</think>three<think>four", [("text", "three<think>four")], "PARSED"),
+        ("one two</think>three<think>four", [("reasoning", "one"), ("text", "three<think>four")], "PARSED"),
+        ("one two</think>three<think>four", [("reasoning", "one"), ("text", "three"), ("text", "<think>four")], None),
+        ("one<think>two</think>three", [("reasoning", "two"), ("text", "three")], "PARSED"),
+        ("one<think>two two</think>three", [("reasoning", "two"), ("reasoning", " two"), ("text", "three")], None),
+    ],
+)
+def test_reasoning_is_dropped_only_where_the_markers_can_have_come_in_one_go(text, sent, code):
+    account = explain(output(text), pieces(*sent), R1)
+    assert account.codes == ([code] if code else [])
+    assert (account.difference is None) == bool(code)
+    assert bool(account.left_out) == bool(code)
+
+
 def test_a_prompt_that_closed_the_reasoning_makes_all_of_a_stream_content():
     assert prompt_opens("<think>\n\n</think>\n\n", "qwen3") is False
     assert prompt_opens("assistant\n<think>\n", "qwen3") is True

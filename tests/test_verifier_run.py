@@ -191,6 +191,13 @@ def test_a_reply_after_the_engines_log_was_closed_is_no_orphan(tmp_path, verify)
     assert codes(result, "chatcmpl-2") == ("incomplete", {"UNVERIFIABLE"})
 
 
+def test_of_an_engine_for_prompts_and_one_for_outputs_the_second_ones_ids_are_judged(tmp_path, verify):
+    book = Logbook()
+    book.engine_request("chatcmpl-1", [HELLO], finish="length", role="prefill", max_tokens=1)
+    book.exchange([HELLO, WORLD, EOS], ["hello", " world"], engine_role="decode")
+    assert codes(verify(book.write(tmp_path), "--json")) == ("pass", set())
+
+
 def test_two_engine_requests_with_one_id_are_ambiguous_not_wrong(tmp_path, verify):
     book = Logbook()
     book.exchange([HELLO, EOS], ["hello"])

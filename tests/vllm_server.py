@@ -21,6 +21,7 @@ import pytest
 
 START_SECONDS = 300.0  # a server that compiles takes 110 s on two quiet cores
 STOP_SECONDS = 60.0
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
 
 def vllm_environment() -> Path:

@@ -113,6 +113,8 @@ class _Fit:
 
 def _account(output: Output, sent: Sent, script: Script, whole: bool) -> Account | None:
     hidden = not sent.reasoning_asked and not sent.text("reasoning")
+    if script.one_go and not hidden and not _came_in_one_go(sent, *script.one_go):
+        return None
     fits = []
     for channel in ("reasoning", "text"):
         atoms = [atom for atom in script.atoms if atom.channel == channel]
@@ -135,6 +137,12 @@ def _account(output: Output, sent: Sent, script: Script, whole: bool) -> Account
         codes.append("HIDDEN")
     reached = len(output.text) if whole else max(fit.reached for fit in fits)
     return Account(codes or ["PLAIN"], reached, script.left_out)
+
+
+def _came_in_one_go(sent: Sent, channel: Channel, size: int) -> bool:
+    """Has the piece beside the reasoning's end this size at least? Nothing of the channel came: not known."""
+    pieces = [text for kind, text in sent.pieces if kind == channel and text]
+    return not pieces or len(pieces[-1 if channel == "reasoning" else 0]) >= size
 
 
 def _fit(text: str, atoms: Sequence[Atom], sent: str, whole: bool) -> _Fit | None:

@@ -10,9 +10,14 @@ from sparseety.records import RequestAdded, RequestParameters
 from verifier.channels import Parsers, Sent, prompt_opens
 from verifier.classify import Difference
 from verifier.compare import Comparison, Ending, compare
-from verifier.expect import REPLACEMENT, TextRules
+from verifier.detokenizer import TooManyHeld
+from verifier.drift import retokenize
+from verifier.endings import counts, finish_mismatch, stops_inside
+from verifier.expect import Expected, TextRules, from_replay, from_table
 from verifier.findings import Axis, Finding, RequestVerdict, Severity
+from verifier.holding import held_back
 from verifier.logs import Log
+from verifier.options import AS_A_RULE, JudgeOptions
 from verifier.parsed import compare_channels
 from verifier.parsers import MADE_FOR
 from verifier.requests import Capture, Delivered, EngineRequest
@@ -47,6 +52,7 @@ class ChoiceJudge:
     choice: int
     engine: EngineRequest
     damaged: bool  # the proxy's log lost something of this request
+    options: JudgeOptions = AS_A_RULE
     delivered: Delivered = field(init=False)
     added: RequestAdded = field(init=False)
 
@@ -85,7 +91,12 @@ class ChoiceJudge:
             comparison = compare(tokenizer, engine.ids, self._rules(), came, ending, self._chunk_ends())
             comparison = self._with_parsers(tokenizer, comparison, ending)
             self._text(comparison)
-            self._drift(tokenizer, came, comparison)
+            if self.options.drift and "EXACT" in comparison.codes:
+                self._drift(tokenizer, came)
+            if comparison.codes and comparison.difference is None:
+                self._held_back(tokenizer)
+                self._missed_stop(tokenizer, came, comparison, ending)
+        self._prompt(tokenizer)
         self._stream_ids(comparison, ending)
         self._finish()
         if not engine.complete:
@@ -103,6 +114,8 @@ class ChoiceJudge:
         engine, unknown = self.engine, Severity.UNKNOWN
         if engine.contradiction:
             return "BACKEND_LOG_INVALID", "log", unknown, engine.contradiction
+        if engine.log.silent:
+            return "HOOK_SILENT", "log", unknown, f"vLLM never called {engine.log.silent}, so its log may miss anything"
         if gaps := engine.losses:
             lost = sum(gap.count for gap in gaps) or "some"
             return "LOST_RECORDS", "log", unknown, f"the engine's log lost {lost} records ({gaps[0].reason})"
@@ -197,13 +210,53 @@ class ChoiceJudge:
         return Comparison(len(self.engine.ids))
 
     def _finish(self) -> None:
-        """The client was told how it ended, and the engine says how it ended it. A stop string is the front end's."""
-        finished, told = self.engine.finished, self.delivered.finish_reason
-        if finished is None or self.damaged or isinstance(self.delivered.stop_reason, str):
+        """The client was told how it ended, and the engine says how it ended it."""
+        engine, told = self.engine, self.delivered
+        if engine.finished is None or not engine.complete or self.damaged:
             return
-        if {told, finished.finish_reason} == {"stop", "length"}:
-            detail = f'the client was told "{told}", the engine ended it by "{finished.finish_reason}"'
+        detail = finish_mismatch(
+            told.finish_reason, told.stop_reason, engine.ids, self.added, engine.finished, engine.log.engine
+        )
+        if detail is not None:
             self._find("FINISH_MISMATCH", "protocol", Severity.FAULT, detail)
+
+    def _missed_stop(self, tokenizer: Tokenizer, came: str, comparison: Comparison, ending: Ending) -> None:
+        """A stop string stands in right text that went on past it."""
+        start, told = self.capture.start, self.delivered
+        if self.damaged or isinstance(told.stop_reason, str) or start is None:
+            return
+        if start.endpoint not in ("chat", "completions", "messages"):
+            return  # the Responses API does not stop at strings
+        parsed = bool(told.kinds - {"text"})
+        if parsed and ending.broken_off:
+            return
+        texts = told.runs() if parsed else [came]
+        may_end = self.added.include_stop_str_in_output and (ending.broken_off or told.finish_reason == "stop")
+        expected = None
+        for stop, end in stops_inside(texts, self._stop_strings(), may_end_with_one=may_end):
+            expected = expected or self._expected(tokenizer)
+            if counts(stop, end, expected, came, self.added.min_tokens):
+                detail = "a stop string that was asked for stands in the text, which went on past it"
+                self._find("STOP_MISSED", "protocol", Severity.FAULT, detail)
+                return
+
+    def _expected(self, tokenizer: Tokenizer) -> Expected:
+        ids, rules = self.engine.ids, self._rules()
+        return from_table(tokenizer, ids, rules) or from_replay(tokenizer, ids, rules)
+
+    def _held_back(self, tokenizer: Tokenizer) -> None:
+        """Events without text, and then the text of several ids at once: no loss, though it looks like one."""
+        if self.delivered.held and (chunks := held_back(self.delivered, self._expected(tokenizer))):
+            detail = f"{chunks} chunk{'s' if chunks > 1 else ''} came late, with the text of several tokens"
+            self._find("HELD_BACK", "text", Severity.INFO, detail)
+
+    def _prompt(self, tokenizer: Tokenizer) -> None:
+        head = self.added.prompt_head or (
+            self.added.prompt_tail[:2] if self.added.prompt_len == len(self.added.prompt_tail) else []
+        )
+        if len(head) == 2 and head[0] == head[1] and head[0] == tokenizer.bos():
+            detail = "the prompt begins with the beginning-of-sequence token twice"
+            self._find("DOUBLE_BOS", "ids", Severity.INFO, detail)
 
     def _text(self, comparison: Comparison) -> None:
         difference = comparison.difference
@@ -257,8 +310,11 @@ class ChoiceJudge:
             parameters.include_reasoning,
         )
         streamed = self.capture.response is None
-        judged = compare_channels(tokenizer, self.engine.ids, self._rules(), sent, ending, parsers, streamed=streamed)
-        return judged or comparison
+        try:
+            ids, rules = self.engine.ids, self._rules()
+            return compare_channels(tokenizer, ids, rules, sent, ending, parsers, streamed=streamed) or comparison
+        except TooManyHeld:
+            return comparison  # which says so
 
     def _parsers(self, tokenizer: Tokenizer, parameters: RequestParameters) -> Parsers:
         """Which parsers were on. Another vLLM than the table was made for: not known."""
@@ -269,7 +325,8 @@ class ChoiceJudge:
             if not engine.reasoning_parser and "reasoning" not in self.delivered.kinds:
                 name = ""
         opened = prompt_opens(tokenizer.text(added.prompt_tail, skip_special=False), name)
-        return Parsers(name, None, opened, parameters.tools)
+        same_release = engine is not None and engine.vllm.startswith(MADE_FOR)
+        return Parsers(name, self.options.tool_parser if same_release else None, opened, parameters.tools)
 
     def _difference(self, difference: Difference, token: int, piece: int | None) -> None:
         """A fault of the text, at the chunk and the engine step where it shows first."""
@@ -318,19 +375,11 @@ class ChoiceJudge:
         where = f"differ at token {index}" if index is not None else f"are {len(sent)}, the engine sampled {kept}"
         self._find("ID_MISMATCH", "ids", Severity.FAULT, f"the ids in the stream {where}")
 
-    def _drift(self, tokenizer: Tokenizer, came: str, comparison: Comparison) -> None:
+    def _drift(self, tokenizer: Tokenizer, came: str) -> None:
         """Does the text, tokenized anew, give other ids? Information, never a fault."""
-        if "EXACT" not in comparison.codes or REPLACEMENT in came:
-            return
-        ids = self.engine.ids
-        if ids and ids[-1] in {*self.added.eos_ids, *self.added.stop_token_ids}:
-            ids = ids[:-1]
-        if not tokenizer.special.isdisjoint(ids):
-            return
-        again = tokenizer.encode(came)
-        if again == ids or tokenizer.text(again) != tokenizer.text(ids):
-            return  # the same; or a normalizer changes the text itself, so the two do not compare
-        pairs = zip(again, ids, strict=False)
-        first = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(again), len(ids)))
-        detail = f"tokenized anew, the text gives {len(again)} ids instead of {len(ids)}, other from token {first} on"
-        self._find("DRIFT", "ids", Severity.INFO, detail)
+        end_ids = frozenset({*self.added.eos_ids, *self.added.stop_token_ids})
+        found = retokenize(tokenizer, self.engine.ids, end_ids, came)
+        self.result.retokenized += found.compared
+        self.result.drifted += found.drifted
+        if found.code:
+            self._find(found.code, "ids", Severity.INFO, found.detail)

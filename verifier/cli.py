@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import sparseety
@@ -13,8 +14,13 @@ from sparseety.command import run_command
 from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
 from verifier import explain, exports, output
+from verifier.bundle import write_bundle
 from verifier.findings import Report
+from verifier.known import load_known
+from verifier.options import JudgeOptions
+from verifier.progress import Progress
 from verifier.run import Case, verify
+from verifier.selection import Selection, names_of, point_in_time
 from verifier.tokenizer import TokenizerShelf
 
 _EPILOG = """\
@@ -34,7 +40,19 @@ def _main(argv: Sequence[str] | None) -> int:
     if arguments[:1] == ["explain"]:
         return _explain(_explain_parser().parse_args(arguments[1:]))
     options = _parser().parse_args(arguments)
-    report = verify(find_logs(options.paths), _shelf(options))
+    now = time.time()
+    known = load_known(options.known, datetime.fromtimestamp(now, UTC).date()) if options.known else None
+    selection = _selection(options, now)
+    progress = Progress(wanted=not options.quiet)
+    try:
+        report = verify(find_logs(options.paths), _shelf(options), _judge_options(options), progress)
+    finally:
+        progress.clear()
+    _select(report, selection)
+    if known is not None:
+        for verdict in report.verdicts:
+            known.apply(verdict)
+        report.notes += known.notes()
     exit_code = report.exit_code(options.min_coverage)
     if options.junit:
         exports.write(options.junit, exports.junit(report))
@@ -42,8 +60,8 @@ def _main(argv: Sequence[str] | None) -> int:
         exports.write(options.prom_textfile, exports.prometheus(report, exit_code, time.time()))
     for line in [*output.problem_lines(report), *report.notes]:
         print(f"note: {output.printable(line)}", file=sys.stderr)
-    if options.json:
-        _print_json(report, options.show_text, exit_code)
+    if options.json or options.jsonl:
+        _print_json(report, options, exit_code)
     else:
         _print_text(report, options)
     return exit_code
@@ -52,21 +70,61 @@ def _main(argv: Sequence[str] | None) -> int:
 def _explain(options: argparse.Namespace) -> int:
     """Everything about one request."""
     report = Report()
-    case = Case(find_logs(options.paths), _shelf(options), report)
+    judge_options = JudgeOptions(drift=True, tool_parser=options.tool_call_parser)
+    case = Case(find_logs(options.paths), _shelf(options), report, judge_options)
     wanted = [capture for capture in case.captures() if explain.is_named(capture, options.request)]
     if not wanted:
         raise SparseetyError(f'no request "{options.request}" in these logs; -v lists all of them')
+    if options.bundle and len(wanted) > 1:
+        raise SparseetyError(
+            f'{len(wanted)} requests are called "{options.request}"; a bundle is of one: give its UUID'
+        )
     for capture in wanted:
-        verdict = case.judge(capture)
-        for line in explain.lines(capture, case.index.join(capture), verdict, case.tokenizer_of, options.show_text):
+        verdict, join = case.judge(capture), case.index.join(capture)
+        for line in explain.lines(capture, join, verdict, case.tokenizer_of, options.show_text):
             print(line)
         report.verdicts.append(verdict)
+        if options.bundle:
+            engines = [engine for engines in join.choices.values() for engine in engines]
+            explained = explain.lines(capture, join, verdict, case.tokenizer_of, True)
+            write_bundle(options.bundle, find_logs(options.paths), capture, engines, verdict, explained)
+            print(
+                f"note: {options.bundle} holds the text and the ids; look through it before it goes out",
+                file=sys.stderr,
+            )
     return report.exit_code(1.0)
 
 
 def _shelf(options: argparse.Namespace) -> TokenizerShelf:
     given = options.tokenizer or [Path(p) for p in [os.environ.get("SPARSEETY_VERIFY_TOKENIZER")] if p]
-    return TokenizerShelf(given)
+    return TokenizerShelf(given, dict(options.model_map))
+
+
+def _judge_options(options: argparse.Namespace) -> JudgeOptions:
+    return JudgeOptions(drift=options.drift, tool_parser=options.tool_call_parser)
+
+
+def _selection(options: argparse.Namespace, now: float) -> Selection:
+    times: dict[str, float | None] = {}
+    for name in ("since", "until"):
+        text = getattr(options, name)
+        try:
+            times[name] = None if text is None else point_in_time(text, now)
+        except (ValueError, OverflowError):
+            raise SparseetyError(
+                f'--{name} "{text}" is no time; examples: 2h, 2026-11-29T17:00, 2026-11-29T17:00:00Z'
+            ) from None
+    return Selection(times["since"], times["until"], frozenset(options.request_id or ()))
+
+
+def _select(report: Report, selection: Selection) -> None:
+    """Leave only the requests that are wanted."""
+    count = len(report.verdicts)
+    report.verdicts = [verdict for verdict in report.verdicts if selection.takes(verdict)]
+    if count and not report.verdicts:
+        report.notes.append(f"none of the {count} requests in these logs is of that time and name; nothing to check")
+    names = {name for verdict in report.verdicts for name in names_of(verdict)}
+    report.notes += [f'no request "{name}" of that time in these logs' for name in sorted(selection.names - names)]
 
 
 def _explain_parser() -> argparse.ArgumentParser:
@@ -76,6 +134,9 @@ def _explain_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "request", metavar="ID", help="the id in the reply, the proxy's UUID, or the client's X-Request-Id"
+    )
+    parser.add_argument(
+        "--bundle", type=Path, metavar="FOLDER", help="write its records and the verdict there, for a bug report"
     )
     _common(parser)
     return parser
@@ -89,7 +150,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _common(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a request, then one for the whole")
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument("--json", action="store_true", help="one JSON object a request, then one for the whole")
+    machine.add_argument("--jsonl", action="store_true", help="one JSON object a finding, then one for the whole")
+    _choosing(parser)
+    parser.add_argument(
+        "--known", type=Path, metavar="FILE", help="TOML file of faults that are known: counted apart, no failure"
+    )
+    parser.add_argument(
+        "--drift", action="store_true", help="tokenize each text anew too (information, and several times the work)"
+    )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI too, without content")
     parser.add_argument(
         "--prom-textfile", type=Path, metavar="FILE", help="write gauges of this run for Prometheus' node exporter too"
@@ -116,7 +186,41 @@ def _common(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="tokenizer.json, or the folder that holds it; may be given for each model served",
     )
+    parser.add_argument(
+        "--model-map",
+        action="append",
+        type=_named_path,
+        default=[],
+        metavar="NAME=PATH",
+        help="the tokenizer of one model; may be given several times",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="what vllm serve was given as --tool-call-parser; its engine, whose log this reads, does not know it",
+    )
     parser.add_argument("--show-text", action="store_true", help="show the text and ids that it is about")
+
+
+def _choosing(parser: argparse.ArgumentParser) -> None:
+    """Which requests."""
+    parser.add_argument(
+        "--since", metavar="TIME", help="only requests that began then or later: ISO 8601, or so long ago, such as 2h"
+    )
+    parser.add_argument("--until", metavar="TIME", help="only requests that began before")
+    parser.add_argument(
+        "--request-id",
+        action="append",
+        metavar="ID",
+        help="only this request: the id in the reply, the proxy's UUID or X-Request-Id; may be given several times",
+    )
+
+
+def _named_path(text: str) -> tuple[str, Path]:
+    name, equals, path = text.rpartition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f'"{text}" is not NAME=PATH')
+    return name, Path(path)
 
 
 def _share(text: str) -> float:
@@ -126,9 +230,13 @@ def _share(text: str) -> float:
     return value
 
 
-def _print_json(report: Report, show_text: bool, exit_code: int) -> None:
+def _print_json(report: Report, options: argparse.Namespace, exit_code: int) -> None:
     for verdict in report.verdicts:
-        print(json.dumps(output.request_json(verdict, show_text)))
+        if options.json:
+            print(json.dumps(output.request_json(verdict, options.show_text)))
+        else:
+            for line in output.finding_lines_json(verdict, options.show_text):
+                print(json.dumps(line))
     print(json.dumps(output.summary_json(report, exit_code)))
 
 

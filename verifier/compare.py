@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from verifier.classify import Difference, classify, common_prefix
+from verifier.detokenizer import TooManyHeld
 from verifier.expect import (
     REPLACEMENT,
     Expected,
@@ -58,7 +59,10 @@ class Due:
 
 
 def dues(tokenizer: Tokenizer, ids: Sequence[int], rules: TextRules, ending: Ending) -> Iterator[Due]:
-    """The texts these ids can have had, likeliest first. Broken off: any beginning of them has come."""
+    """The texts these ids can have had, likeliest first. Broken off: any beginning of them has come.
+
+    Raises TooManyHeld.
+    """
     with_text = _with_text(ids, rules, ending)
     for candidate in _candidates(tokenizer, with_text, rules):
         expected, codes = candidate.expected, candidate.codes
@@ -91,6 +95,20 @@ def compare(
     chunk_ends: Sequence[int] = (),
 ) -> Comparison:
     """Explain `came` by `ids`, or say where they part. chunk_ends: where its chunks end in `came`, in code points."""
+    try:
+        return _compare(tokenizer, ids, rules, came, ending, chunk_ends)
+    except TooManyHeld:
+        return Comparison(0, undecided="the text of a long run of ids that this tokenizer's decoder holds back")
+
+
+def _compare(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    rules: TextRules,
+    came: str,
+    ending: Ending,
+    chunk_ends: Sequence[int],
+) -> Comparison:
     with_text = _with_text(ids, rules, ending)
     special = rules.skip_special_tokens and not tokenizer.special.isdisjoint(with_text)
     tried: list[_Candidate] = []

@@ -3,15 +3,16 @@
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
 from sparseety.errors import SparseetyError
-from verifier.findings import PASSED, Report, RequestVerdict, Severity, Verdict
+from verifier.findings import PASSED, Finding, Report, RequestVerdict, Severity, Verdict
 from verifier.output import describe, printable
 
 _JUDGED = (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)
-_LEVELS = {Severity.INFO: "info", Severity.UNKNOWN: "warn", Severity.FAULT: "error"}
+_LEVELS = {Severity.WAIVED: "waived", Severity.INFO: "info", Severity.UNKNOWN: "warn", Severity.FAULT: "error"}
 
 
 def junit(report: Report) -> bytes:
@@ -32,15 +33,21 @@ def junit(report: Report) -> bytes:
         )
         if verdict.verdict is not Verdict.PASS:
             kind = "failure" if verdict.verdict is Verdict.FAIL else "skipped"
-            said = [f for f in verdict.findings if f.severity is not Severity.INFO]
+            said = [f for f in verdict.findings if f.severity in (Severity.FAULT, Severity.UNKNOWN)]
             element = ElementTree.SubElement(case, kind, message=", ".join(sorted({f.code for f in said})))
-            places = (f"{describe(f, show_text=False)}\n{'   '.join(f.places)}" for f in said)
-            element.text = printable("\n".join(places).replace("\n", "\0")).replace("\\u0000", "\n")
+            element.text = _said(said)
+        if waived := [f for f in verdict.findings if f.severity is Severity.WAIVED]:
+            ElementTree.SubElement(case, "system-out").text = _said(waived)
     suites = ElementTree.Element("testsuites")
     suites.append(suite)
     ElementTree.indent(suites)
     data: bytes = ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True)
     return data + b"\n"
+
+
+def _said(findings: Iterable[Finding]) -> str:
+    lines = (f"{describe(finding, show_text=False)}\n{'   '.join(finding.places)}" for finding in findings)
+    return printable("\n".join(lines).replace("\n", "\0")).replace("\\u0000", "\n")
 
 
 def prometheus(report: Report, exit_code: int, now: float) -> bytes:

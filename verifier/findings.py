@@ -11,8 +11,19 @@ from sparseety.logreader import LogProblem
 Axis = Literal["text", "ids", "protocol", "log"]
 
 
+# The codes that can be faults; docs/verdicts.md has them in its first parts.
+FAULTS = frozenset(
+    {
+        *("MISSING_TEXT", "EXTRA_TEXT", "DUPLICATED_TEXT", "REORDERED", "ALTERED_TEXT", "BROKEN_UTF8", "PROMPT_LEAK"),
+        *("MISROUTED", "ID_MISMATCH", "ID_OUT_OF_VOCAB", "COUNT_MISMATCH", "UNFINISHED", "STOP_NOT_IN_IDS"),
+        *("STOP_MISSED", "FINISH_MISMATCH", "ORPHAN_CAPTURE", "ORPHAN_BACKEND"),
+    }
+)
+
+
 class Severity(Enum):
     FAULT = "fault"  # something is wrong
+    WAIVED = "waived"  # something is wrong, and known to be
     UNKNOWN = "unknown"  # something could not be checked
     INFO = "info"  # something worth knowing about a right answer
 
@@ -32,6 +43,7 @@ class Finding:
     due: str | None = None  # what the ids say should have come
     came: str | None = None  # what the client got there
     places: tuple[str, ...] = ()  # file:line
+    waived_by: str | None = None  # the reference of the waiver, where it is waived
 
 
 class Verdict(Enum):
@@ -55,7 +67,13 @@ class RequestVerdict:
     endpoint: str | None = None
     model: str | None = None  # as a logged engine serves it; None: no engine whose log is here does
     uuid: str | None = None
+    x_request_id: str | None = None  # the client's own name for it
     ts: float | None = None
+    vllm: str | None = None  # version of the engine behind it
+    parsers: tuple[str, ...] = ()  # reasoning and tool-call parsers that are known to be on
+    rules: list[str] = field(default_factory=list)  # without an engine's log: which rules of the stream alone ran
+    retokenized: int = 0  # ids compared with those of the text tokenized anew
+    drifted: int = 0  # of these, ids that stand for another piece of the text
 
     def settle(self) -> "RequestVerdict":
         """Let the findings decide: a fault fails, else an unknown leaves it incomplete."""

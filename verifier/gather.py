@@ -120,6 +120,8 @@ class Logs:
                 log.engine = record
             case EngineEvent():
                 log.sampled |= record.sample is not None and record.sample < 1
+                if record.kind == "hook_silent":
+                    log.silent = log.silent or record.detail or "something it wrapped"
 
     def _capture(self, log: Log, line: int, number: int) -> Capture:
         capture = self.captures.get((id(log), number))

@@ -54,8 +54,8 @@ class EngineIndex:
         if all(len(requests) == 1 for requests in found.values()) and len(rivals) == 1:
             return Join(found)
         for choice, requests in found.items():
-            found[choice] = [request for request in requests if _within(request, capture)]
-        claims = sum(any(_within(r, rival) for requests in found.values() for r in requests) for rival in rivals)
+            found[choice] = [request for request in requests if within(request, capture)]
+        claims = sum(any(within(r, rival) for requests in found.values() for r in requests) for rival in rivals)
         return Join({choice: requests for choice, requests in found.items() if requests}, max(1, claims))
 
     def _engine_ids(self, capture: Capture, response_id: str) -> Iterator[tuple[int, str]]:
@@ -81,7 +81,7 @@ class EngineIndex:
             yield from (request for request in requests if id(request) not in self._taken)
 
 
-def _within(request: EngineRequest, capture: Capture) -> bool:
+def within(request: EngineRequest, capture: Capture) -> bool:
     """Can the engine have worked on this during that request? The engine begins after the proxy, and ends before it."""
     begin, _ = request.life
     start, ending = capture.start, capture.ending

@@ -4,13 +4,18 @@ A fault needs a witness that was obliged to speak. What is not known is never a 
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 
 from sparseety.records import Gap, Response, StreamDone
 from verifier.choice import ChoiceJudge, TokenizerOf
 from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict
-from verifier.join import Join
+from verifier.join import Join, within
 from verifier.logs import CLOCK_SKEW, Log
-from verifier.requests import Capture
+from verifier.options import AS_A_RULE, JudgeOptions
+from verifier.requests import Capture, EngineRequest
+from verifier.textonly import StreamAlone
+from verifier.tokenizer import Tokenizer
 
 _BROKEN_OFF = {
     "upstream_broken": "the upstream broke off",
@@ -20,7 +25,19 @@ _BROKEN_OFF = {
 }
 
 
-def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: TokenizerOf) -> RequestVerdict:
+TokenizerFor = Callable[[str | None], Tokenizer | None]
+"""The tokenizer of a model by the name that clients use, for replies without an engine's log; None: not known."""
+
+
+def judge(
+    capture: Capture,
+    join: Join,
+    engine_logs: list[Log],
+    tokenizer_of: TokenizerOf,
+    *,
+    options: JudgeOptions = AS_A_RULE,
+    tokenizer_for: TokenizerFor = lambda model: None,
+) -> RequestVerdict:
     """The verdict on one captured request."""
     start = capture.start
     result = RequestVerdict(
@@ -28,6 +45,7 @@ def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: To
         verdict=Verdict.PASS,
         endpoint=start.endpoint if start else None,
         uuid=start.uuid if start else None,
+        x_request_id=start.x_request_id if start else None,
         ts=start.ts if start else None,
     )
     model = start.parameters.model if start and start.parameters else None
@@ -42,7 +60,7 @@ def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: To
     result.findings += _protocol_findings(capture, bool(damage))
     kept: list[tuple[int, int] | None] = []  # (ids up to the stop, ids in all) of each choice; None: not all known
     for choice in _choices(capture, join):
-        candidates = join.choices.get(choice, [])
+        candidates = _decoding(join.choices.get(choice, []))
         if candidates and choice not in capture.choices and choice >= (_expected_choices(capture) or choice + 1):
             detail = f"the engine has a choice {choice}, which was not asked for and did not come"
             result.findings.append(_unknown(capture, "BACKEND_LOG_INVALID", detail))
@@ -51,10 +69,46 @@ def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: To
             result.findings.append(_no_join(capture, choice, len(candidates), join.claims, engine_logs))
             kept.append(None)
             continue
-        kept.append(ChoiceJudge(result, capture, choice, candidates[0], bool(damage)).judge(tokenizer_of))
+        _note_engine(result, candidates[0], capture, options)
+        kept.append(ChoiceJudge(result, capture, choice, candidates[0], bool(damage), options).judge(tokenizer_of))
     if kept and None not in kept and not damage:
         result.findings += _count_findings(capture, [pair for pair in kept if pair], engine_logs)
+    if not damage and not join.choices:
+        _judge_alone(result, capture, tokenizer_for(model))
     return result.settle()
+
+
+def _decoding(candidates: list[EngineRequest]) -> list[EngineRequest]:
+    """Where one engine computed the prompt and another the output, the client got the latter's ids."""
+    decoding = [each for each in candidates if each.added is not None and each.added.role == "decode"]
+    return decoding or candidates
+
+
+def _judge_alone(result: RequestVerdict, capture: Capture, tokenizer: Tokenizer | None) -> None:
+    """No engine's log knows it. Where none had to, the stream alone is looked at; the verdict says by what rules."""
+    unknown = [number for number, finding in enumerate(result.findings) if finding.code == "UNVERIFIABLE"]
+    if not unknown:
+        return
+    alone = StreamAlone(capture, tokenizer).judge()
+    for number in unknown:
+        finding = result.findings[number]
+        result.findings[number] = replace(finding, detail=f"{finding.detail}; {alone.sentence()}")
+    result.findings += alone.findings
+    result.rules = alone.rules
+
+
+def _note_engine(result: RequestVerdict, engine: EngineRequest, capture: Capture, options: JudgeOptions) -> None:
+    """What served it; and whether its clock is the proxy's."""
+    start = engine.log.engine
+    if start is not None:
+        result.vllm = start.vllm
+        result.parsers = tuple(filter(None, (start.reasoning_parser, options.tool_parser)))
+    if not within(engine, capture) and not any(finding.code == "CLOCK_ANOMALY" for finding in result.findings):
+        detail = (
+            "by the clocks the engine began it before the proxy had it, or after it had ended; times do not compare"
+        )
+        places = (capture.place, engine.place)
+        result.findings.append(Finding("CLOCK_ANOMALY", "log", Severity.INFO, detail, places=places))
 
 
 def _expected_choices(capture: Capture) -> int | None:
@@ -192,7 +246,7 @@ def _no_join(capture: Capture, choice: int, candidates: int, claims: int, engine
 def _obliged(log: Log, capture: Capture) -> bool:
     """Would this engine log hold the request if its engine had served it, and does its engine serve that model?"""
     start, ending = capture.start, capture.ending
-    if log.opening is None or log.damaged or log.sampled or ending is None or start is None:
+    if log.opening is None or log.damaged or log.sampled or log.silent or ending is None or start is None:
         return False
     if log.lost_between(start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
         return False

@@ -35,6 +35,7 @@ class Log:
     last_ts: float = 0.0
     closed: bool = False  # in order, with nothing to follow
     sampled: bool = False  # not every request was to be recorded, for some time at least
+    silent: str | None = None  # what the plugin wrapped and vLLM never called; None: nothing of the kind
     damaged: bool = False  # something of it is unusable or missing: what is not here may have stood there
     miscounted: bool = False  # it was closed with more or fewer records than could be read
     losses: list[Loss] = field(default_factory=list)

@@ -41,6 +41,8 @@ def describe(finding: Finding, show_text: bool) -> str:
     if finding.token_index is not None:
         where += [f"token {finding.token_index}", f"chunk {finding.chunk_index}"]
     at = f" at {', '.join(where)}" if where else ""
+    if finding.waived_by is not None:
+        at += f" (waived: {printable(finding.waived_by)})"
     if finding.due is None or finding.came is None:
         return f"{finding.code}{at}: {finding.detail}"
     due, came = _content(finding.due, show_text), _content(finding.came, show_text)
@@ -52,7 +54,7 @@ def describe(finding: Finding, show_text: bool) -> str:
 
 def request_lines(verdict: RequestVerdict, show_text: bool, verbose: bool) -> Iterator[str]:
     """The lines of one request; none for a pass, unless asked for."""
-    shown = [f for f in verdict.findings if verbose or f.severity is not Severity.INFO]
+    shown = [f for f in verdict.findings if verbose or f.severity in (Severity.FAULT, Severity.UNKNOWN)]
     if not verbose and verdict.verdict not in (Verdict.FAIL, Verdict.INCOMPLETE):
         return
     name = printable(verdict.request_id)
@@ -83,10 +85,24 @@ def summary_lines(report: Report) -> Iterator[str]:
         code
         for verdict in report.verdicts
         if verdict.verdict is Verdict.PASS
-        for code in {finding.code for finding in verdict.findings}
+        for code in {finding.code for finding in verdict.findings if finding.severity is Severity.INFO}
     )
     if reasons:
         yield "of the passes: " + ", ".join(f"{count} {code}" for code, count in reasons.most_common())
+    waived = Counter(
+        (finding.code, finding.waived_by)
+        for verdict in report.verdicts
+        for finding in verdict.findings
+        if finding.severity is Severity.WAIVED
+    )
+    if waived:
+        said = (f"{count} {code} ({printable(reference or '')})" for (code, reference), count in waived.most_common())
+        yield "waived faults: " + ", ".join(said)
+    retokenized = sum(verdict.retokenized for verdict in report.verdicts)
+    if retokenized:
+        drifted = sum(verdict.drifted for verdict in report.verdicts)
+        rate = 1000 * drifted / retokenized
+        yield f"tokenized anew: {rate:.1f} of 1,000 tokens drifted ({drifted} of {_count(retokenized, 'token')})"
     aside = Counter(
         finding.code
         for verdict in report.verdicts
@@ -122,6 +138,7 @@ def request_json(verdict: RequestVerdict, show_text: bool) -> dict[str, Any]:
         "choices": verdict.choices,
         "tokens": verdict.tokens,
         "checked": verdict.checked,
+        "rules": verdict.rules,
         "findings": [_finding_json(finding, show_text) for finding in verdict.findings],
     }
 
@@ -136,10 +153,24 @@ def _finding_json(finding: Finding, show_text: bool) -> dict[str, Any]:
         "token_index": finding.token_index,
         "chunk_index": finding.chunk_index,
         "places": finding.places,
+        "waived_by": finding.waived_by,
     }
     if show_text:
         data |= {"token_id": finding.token_id, "due": finding.due, "came": finding.came}
     return data
+
+
+def finding_lines_json(verdict: RequestVerdict, show_text: bool) -> Iterator[dict[str, Any]]:
+    """Each finding of one request as plain data that stands for itself."""
+    for finding in verdict.findings:
+        known = {"type": "finding", "request_id": verdict.request_id, "verdict": verdict.verdict.value}
+        yield known | _finding_json(finding, show_text)
+
+
+def _waived(report: Report) -> Counter[str]:
+    """Waived findings by code."""
+    findings = (finding for verdict in report.verdicts for finding in verdict.findings)
+    return Counter(finding.code for finding in findings if finding.severity is Severity.WAIVED)
 
 
 def summary_json(report: Report, exit_code: int) -> dict[str, Any]:
@@ -149,6 +180,9 @@ def summary_json(report: Report, exit_code: int) -> dict[str, Any]:
         "requests": {verdict.value: counts[verdict] for verdict in Verdict},
         "tokens": sum(verdict.tokens for verdict in report.verdicts),
         "checked": sum(verdict.checked for verdict in report.verdicts),
+        "waived": dict(sorted(_waived(report).items())),
+        "retokenized": sum(verdict.retokenized for verdict in report.verdicts),
+        "drifted": sum(verdict.drifted for verdict in report.verdicts),
         "coverage": report.coverage,
         "files": report.files,
         "damaged_lines": len(report.problems),

@@ -18,7 +18,10 @@ def compare_channels(
     *,
     streamed: bool,
 ) -> Comparison | None:
-    """As compare(), with what parsers do taken into account. None: the ids give no text to begin with."""
+    """As compare(), with what parsers do taken into account. None: the ids give no text to begin with.
+
+    Raises TooManyHeld.
+    """
     prompt_tail = tokenizer.text(rules.prompt_tail)
     tried: list[tuple[Due, Account]] = []
     for due in dues(tokenizer, ids, rules, ending):

@@ -6,6 +6,7 @@ other, lines were lost or changed, and nothing that this could explain may be bl
 
 import math
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from sparseety.records import (
     Chunk,
@@ -36,14 +37,26 @@ class Delivered:
     kinds: set[str] = field(default_factory=set)
     calls: dict[int, ToolCall] = field(default_factory=dict)  # tool calls by index, their parts joined
     token_ids: list[int] | None = None
+    logprobs: int | None = None  # entries, one a token; None: there were none
+    held: list[int] = field(default_factory=list)  # pieces that came right after an event without text
+    running: list[tuple[int, int]] = field(default_factory=list)  # (piece, tokens so far as its event states them)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    empty: bool = False  # the last event had no text
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def runs(self) -> list[str]:
+        """The text of each channel, pieces that follow each other joined; tool calls left out."""
+        found = groupby(zip(self.piece_kinds, self.pieces, strict=True), key=lambda pair: pair[0])
+        return ["".join(text for _, text in pairs) for kind, pairs in found if kind != "tool_call"]
+
     def add_piece(self, kind: str, text: str, line: int, ts: float) -> None:
+        if self.empty:
+            self.held.append(len(self.pieces))
+            self.empty = False
         self.pieces.append(text)
         self.piece_times.append(ts)
         self.piece_kinds.append(kind)
@@ -58,9 +71,17 @@ class Delivered:
             name = part.name if known.name is None else known.name + (part.name or "")
             self.calls[part.index] = ToolCall(index=part.index, name=name, arguments=known.arguments + part.arguments)
 
-    def add_ids(self, ids: list[int] | None) -> None:
+    def add_ids(self, ids: list[int] | None, logprobs: int | None) -> None:
         if ids is not None:
-            self.token_ids = (self.token_ids or []) + ids
+            self.token_ids = self.token_ids or []
+            self.token_ids += ids
+        if logprobs is not None:
+            self.logprobs = (self.logprobs or 0) + logprobs
+
+    def state(self, usage: Usage | None) -> None:
+        """The last piece's event states how many tokens there are so far."""
+        if usage is not None and usage.completion_tokens is not None:
+            self.running.append((len(self.pieces) - 1, usage.completion_tokens))
 
     def end(self, finish_reason: str | None, stop_reason: int | str | None) -> None:
         if finish_reason is not None:
@@ -166,12 +187,15 @@ def add_chunk(capture: Capture, line: int, chunk: Chunk) -> None:
     if chunk.chunk_index is not None:
         capture.chunks_seen += 1
         choice.add_piece(chunk.kind, chunk.delta_text, line, chunk.ts)
+        choice.state(chunk.usage)
         if chunk.delta_len not in (None, len(chunk.delta_text)):
             capture.contradicts("the text of a chunk was not recorded")
         elif (chunk.chunk_index, chunk.accumulated_len) != (len(choice.pieces), choice.length):
             capture.contradicts(f"chunk {len(choice.pieces)} of choice {chunk.choice} does not follow the one before")
+    elif chunk.kind == "text":
+        choice.empty = True
     choice.add_calls(chunk.tool_calls or [])
-    choice.add_ids(chunk.token_ids)
+    choice.add_ids(chunk.token_ids, chunk.logprob_count)
     choice.end(chunk.finish_reason, chunk.stop_reason)
 
 
@@ -203,7 +227,7 @@ def add_response(capture: Capture, line: int, response: Response) -> None:
         for call in reply.calls:
             choice.add_piece("tool_call", call.arguments, line, response.ts)
         choice.add_calls(reply.calls)
-        choice.add_ids(reply.token_ids)
+        choice.add_ids(reply.token_ids, reply.logprob_count)
         choice.end(reply.finish_reason, reply.stop_reason)
 
 

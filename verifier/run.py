@@ -1,6 +1,6 @@
 """Read logs, join them, judge each request. The thin shell around the pure parts: it only reads files."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sparseety.errors import SparseetyError
@@ -10,16 +10,25 @@ from verifier.gather import Logs
 from verifier.join import EngineIndex
 from verifier.judge import judge
 from verifier.logs import Log
+from verifier.options import AS_A_RULE, JudgeOptions
 from verifier.orphans import judge_orphans
 from verifier.requests import Capture
 from verifier.tokenizer import NoTokenizer, Tokenizer, TokenizerShelf
 
 
-def verify(paths: Iterable[Path], shelf: TokenizerShelf) -> Report:
+def verify(
+    paths: Iterable[Path],
+    shelf: TokenizerShelf,
+    options: JudgeOptions = AS_A_RULE,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Report:
     """Judge every request in these logs. Raises SparseetyError where no tokenizer is there or a file is unreadable."""
     report = Report()
-    case = Case(paths, shelf, report)
-    report.verdicts += [case.judge(capture) for capture in case.captures()]
+    case = Case(paths, shelf, report, options, progress)
+    captures = case.captures()
+    for done, capture in enumerate(captures, 1):
+        report.verdicts.append(case.judge(capture))
+        progress("checking requests", done, len(captures))
     report.verdicts += judge_orphans(case.logs, case.index.untaken())
     report.verdicts += _missing(case.logs)
     report.notes += [*case.logs.notes, *_notes(case.logs, report)]
@@ -29,9 +38,17 @@ def verify(paths: Iterable[Path], shelf: TokenizerShelf) -> Report:
 class Case:
     """Logs that were read and joined, ready to judge."""
 
-    def __init__(self, paths: Iterable[Path], shelf: TokenizerShelf, report: Report) -> None:
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        shelf: TokenizerShelf,
+        report: Report,
+        options: JudgeOptions = AS_A_RULE,
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ) -> None:
         """What is wrong with the files goes into `report`. Raises SparseetyError."""
-        self.logs = _read(paths, report)
+        self._shelf, self._options = shelf, options
+        self.logs = _read(paths, report, progress)
         self._tokenizers = _find_tokenizers(self.logs, shelf)
         self._engine_logs = [log for log in self.logs.files if log.opening and log.opening.source == "engine"]
         self.index = EngineIndex(self.logs.engine.values(), self.logs.captures.values())
@@ -41,7 +58,14 @@ class Case:
         return sorted(self.logs.captures.values(), key=lambda capture: capture.start.ts if capture.start else 0.0)
 
     def judge(self, capture: Capture) -> RequestVerdict:
-        return judge(capture, self.index.join(capture), self._engine_logs, self.tokenizer_of)
+        return judge(
+            capture,
+            self.index.join(capture),
+            self._engine_logs,
+            self.tokenizer_of,
+            options=self._options,
+            tokenizer_for=self._shelf.of_model,
+        )
 
     def tokenizer_of(self, log: Log) -> Tokenizer:
         """Raises NoTokenizer."""
@@ -51,9 +75,11 @@ class Case:
         raise found or NoTokenizer("its engine_start record is lost, and with it which tokenizer was served")
 
 
-def _read(paths: Iterable[Path], report: Report) -> Logs:
+def _read(paths: Iterable[Path], report: Report, progress: Callable[[str, int, int], None]) -> Logs:
     logs = Logs()
-    for path in in_order(paths):
+    files = in_order(paths)
+    for path in files:
+        progress("reading files", report.files, len(files))
         report.files += 1
         before = len(report.problems)
         try:
@@ -89,7 +115,11 @@ def _find_tokenizers(logs: Logs, shelf: TokenizerShelf) -> dict[int, Tokenizer |
             continue
         try:
             files = identity.files if identity else {}
-            found[key] = shelf.find(identity.name if identity else "", files.get("tokenizer.json"))
+            found[key] = shelf.find(
+                identity.name if identity else "",
+                files.get("tokenizer.json"),
+                (*log.engine.served_names, log.engine.model) if log.engine else (),
+            )
         except NoTokenizer as error:
             found[key] = error
     missing = [error for error in found.values() if isinstance(error, NoTokenizer)]

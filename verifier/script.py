@@ -70,6 +70,7 @@ class Script:
     parsed: bool = False  # something was laid out, as opposed to all text in the content
     content: int | None = 0  # where the content begins, what a tool parser gets; None: there is none
     doubtful: str | None = None  # why a mismatch is no proof of a fault
+    one_go: tuple[Channel, int] | None = None  # only if so much of a channel came in one piece, beside the end marker
 
 
 # ------------------------------------------------------------------------------------------------------ reasoning
@@ -145,10 +146,12 @@ def _class_scripts(
     # marker, all of the reasoning.
     if starts and starts[0][0] > 0:
         left_out = len(output.text[: starts[0][0]].strip())
-        yield Script([replace(atoms[0], keep=Keep.CUT), *atoms[1:]], left_out=left_out, parsed=True), content, tail
-    elif rules.start and not starts and next(output.find(rules.start, content), None):
+        dropped = [replace(atoms[0], keep=Keep.CUT), *atoms[1:]]
+        yield Script(dropped, left_out=left_out, parsed=True, one_go=("reasoning", cut - starts[0][1])), content, tail
+    elif rules.start and not starts and (behind := next(output.find(rules.start, content), None)):
         left_out = len(output.text[:cut].strip())
-        yield Script([replace(atom, keep=Keep.CUT) for atom in atoms], left_out=left_out, parsed=True), content, tail
+        dropped = [replace(atom, keep=Keep.CUT) for atom in atoms]
+        yield Script(dropped, left_out=left_out, parsed=True, one_go=("text", behind[1] - content)), content, tail
 
 
 def _engine_scripts(
@@ -292,6 +295,8 @@ def _with_tools(
     if tools is None:
         yield replace(head, atoms=[*head.atoms, *tail])
         return
+    if head.one_go and head.one_go[0] == "text":
+        head = replace(head, one_go=None)  # the tool parser cuts the content up once more
     text = output.text
     if tools.form == "named":
         yield replace(head, calls=named_call(text, content, output.streamed), parsed=True)

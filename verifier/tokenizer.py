@@ -9,17 +9,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from huggingface_hub import try_to_load_from_cache
-from tokenizers.decoders import DecodeStream
 
 from sparseety.errors import SparseetyError
+from verifier.detokenizer import ByteFallbackEnding, ByteLevelEnding, Ending, UnknownEnding, Window
 
-# tokenizers' own words for a DecodeStream whose text did not grow as it expected (invalid UTF-8 that became valid).
-_INVALID_PREFIX = "Invalid prefix encountered"
 _SPACES = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -34,7 +33,9 @@ class Tokenizer:
 
     table: id -> bytes, or None where the tokenizer's decoder is of neither known family (then only `replay` works).
     byte_fallback: SentencePiece style: broken bytes decode one U+FFFD each.
+    byte_tokens: of these tokenizers, the ids that stand for one byte.
     strips: one leading space is dropped at a text's start.
+    bos_token: what the tokenizer's configuration says begins a prompt; None: it does not say.
     """
 
     path: Path
@@ -43,8 +44,11 @@ class Tokenizer:
     special: frozenset[int]
     added: dict[int, str]
     byte_fallback: bool
+    byte_tokens: frozenset[int]
     strips: bool
+    bos_token: str | None
     _library: tokenizers.Tokenizer = field(repr=False)
+    _spellings: list[tuple[frozenset[bytes], frozenset[bytes]]] = field(default_factory=list, repr=False)
 
     def knows(self, token_id: int) -> bool:
         return self._library.id_to_token(token_id) is not None
@@ -54,19 +58,19 @@ class Tokenizer:
     ) -> list[str]:
         """The text that vLLM's FastIncrementalDetokenizer emits for each id; never flushed, as there.
 
-        Source: vllm/v1/engine/detokenizer.py of vLLM 0.32, FastIncrementalDetokenizer.decode_next.
+        Source: vllm/v1/engine/detokenizer.py of vLLM 0.32, FastIncrementalDetokenizer.decode_next. Raises TooManyHeld.
         """
-        stream = DecodeStream(ids=list(prompt), skip_special_tokens=skip_special)
+        window = self._window(skip_special)
+        for token_id in prompt:
+            window.add(token_id)
         keep_spaces = skip_special or spaces_between_special
         pieces, after_added = [], False
         for token_id in ids:
             try:
-                piece = stream.step(self._library, token_id)
-            except Exception as error:
-                if not str(error).startswith(_INVALID_PREFIX):
-                    raise
-                stream = DecodeStream(skip_special_tokens=skip_special)
-                piece = stream.step(self._library, token_id)
+                piece = window.step(token_id)
+            except ValueError:
+                window = self._window(skip_special)
+                piece = window.step(token_id)
             if not keep_spaces:
                 added = self.added.get(token_id)
                 if added is not None and after_added:
@@ -75,9 +79,37 @@ class Tokenizer:
             pieces.append(piece or "")
         return pieces
 
+    def _window(self, skip_special: bool) -> Window:
+        skipped: frozenset[int] = self.special if skip_special else frozenset()
+        ending: Ending
+        if self.table is None:
+            ending = UnknownEnding()
+        elif self.byte_fallback:
+            ending = ByteFallbackEnding(self.table, skipped, self.byte_tokens)
+        else:
+            ending = ByteLevelEnding(self.table, skipped)
+        return Window(partial(self._library.decode, skip_special_tokens=skip_special), ending)
+
     def text(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The library's own decoding: for prompts and messages, never for a verdict on output."""
         return self._library.decode(list(ids), skip_special_tokens=skip_special)
+
+    def spellings(self) -> tuple[frozenset[bytes], frozenset[bytes]] | None:
+        """(the texts of all ids, every beginning of one); None where there is no table. Made when first asked for."""
+        if self.table is None:
+            return None
+        if not self._spellings:
+            texts = frozenset(filter(None, self.table.values()))
+            beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text) + 1))
+            self._spellings.append((texts, beginnings))
+        return self._spellings[0]
+
+    def bos(self) -> int | None:
+        """The id that begins every prompt, where this tokenizer has one: what it puts there itself, or is set to."""
+        begun = self._library.encode("").ids[:1]
+        if begun and begun[0] in self.special:
+            return begun[0]
+        return self._library.token_to_id(self.bos_token) if self.bos_token else None
 
     def encode(self, text: str) -> list[int]:
         """The canonical ids of a text, without specials added."""
@@ -109,9 +141,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
         special=frozenset(token_id for token_id, token in added.items() if token.special),
         added={token_id: token.content for token_id, token in added.items()},
         byte_fallback=byte_fallback,
+        byte_tokens=frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)),
         strips=strips,
+        bos_token=_bos_token(file.parent / "tokenizer_config.json"),
         _library=library,
     )
+
+
+def _bos_token(config: Path) -> str | None:
+    try:
+        token = json.loads(config.read_bytes()).get("bos_token")
+    except (OSError, ValueError, AttributeError):
+        return None  # it stands beside a tokenizer.json, as a rule
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def _decoder_family(decoder: Any) -> tuple[Callable[[str], bytes] | None, bool, bool]:
@@ -165,15 +209,18 @@ class TokenizerShelf:
     """Finds the tokenizer an engine served with, by the hash the engine logged; loads each file once."""
 
     given: list[Path]
+    by_model: dict[str, Path] = field(default_factory=dict)  # a model's name, as served or as loaded -> its tokenizer
     _loaded: dict[Path, Tokenizer] = field(default_factory=dict)
 
-    def find(self, name: str, sha256: str | None) -> Tokenizer:
-        """The tokenizer of an engine that logged this name and hash. Raises SparseetyError.
+    def find(self, name: str, sha256: str | None, models: Iterable[str] = ()) -> Tokenizer:
+        """The tokenizer of an engine that logged this name and hash, and serves these models. Raises SparseetyError.
 
-        No hash was logged: the first one given is taken, else what the engine's name leads to on this machine.
+        No hash was logged: the one given for such a model is taken, else the first one given, else what the engine's
+        name leads to on this machine.
         """
         others = []
-        for path in [*self.given, *_local(name)]:
+        mapped = [self.by_model[model] for model in (name, *models) if model in self.by_model]
+        for path in dict.fromkeys([*mapped, *self.given, *_local(name)]):
             tokenizer = self._load(path)
             if sha256 is None or tokenizer.sha256 == sha256:
                 return tokenizer
@@ -184,6 +231,12 @@ class TokenizerShelf:
             f'the engine served "{name}" with a tokenizer.json of sha256 {sha256[:12] if sha256 else ""}'
             f"; {', '.join(others)}; {THREE_WAYS}"
         )
+
+    def of_model(self, model: str | None) -> Tokenizer | None:
+        """The tokenizer that the operator gave for a model, by the name that clients use; None: there is none."""
+        if model in self.by_model:
+            return self._load(self.by_model[model])
+        return self._load(self.given[0]) if len(self.given) == 1 and not self.by_model else None
 
     def _load(self, path: Path) -> Tokenizer:
         if path not in self._loaded:
