@@ -75,17 +75,23 @@ def find_logs(arguments: Iterable[str]) -> list[Path]:
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
     """The same files, each writer's segments in the order in which it wrote them, whatever their names are now."""
+    return [path for path, _ in opened(paths)]
 
-    def key(path: Path) -> tuple[float, str, str, int, int]:
-        opening = _opening(path)
+
+def opened(paths: Iterable[Path]) -> list[tuple[Path, LogOpen | None]]:
+    """The same with how each begins; None: its first line is lost, or the file is."""
+
+    def key(item: tuple[Path, LogOpen | None]) -> tuple[float, str, str, int, int]:
+        _, opening = item
         if opening is None:
             return 0.0, "", "", 0, 0
         return opening.start, opening.source, opening.host, opening.pid, opening.segment
 
-    return sorted(paths, key=key)  # by name where that does not decide: sorting is stable
+    # By name where that does not decide: sorting is stable.
+    return sorted(((path, opening_of(path)) for path in paths), key=key)
 
 
-def _opening(path: Path) -> LogOpen | None:
+def opening_of(path: Path) -> LogOpen | None:
     with contextlib.suppress(OSError), BlockReader(path, lambda problem: None, _HEAD) as reader:
         if (block := reader.read()) is not None:
             for _, record in block_records(path, block, lambda problem: None):

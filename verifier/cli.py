@@ -13,8 +13,10 @@ from sparseety.command import run_command
 from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
 from verifier import explain, exports, output
+from verifier.executor import Inline, collect_seldom
 from verifier.findings import Report
-from verifier.run import Case, verify
+from verifier.judging import judge_cases, tokenizers
+from verifier.run import Run, verify
 from verifier.tokenizer import TokenizerShelf
 
 _EPILOG = """\
@@ -34,7 +36,8 @@ def _main(argv: Sequence[str] | None) -> int:
     if arguments[:1] == ["explain"]:
         return _explain(_explain_parser().parse_args(arguments[1:]))
     options = _parser().parse_args(arguments)
-    report = verify(find_logs(options.paths), _shelf(options))
+    collect_seldom()
+    report = verify(find_logs(options.paths), _shelf(options), options.jobs)
     exit_code = report.exit_code(options.min_coverage)
     if options.junit:
         exports.write(options.junit, exports.junit(report))
@@ -51,14 +54,18 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     """Everything about one request."""
-    report = Report()
-    case = Case(find_logs(options.paths), _shelf(options), report)
-    wanted = [capture for capture in case.captures() if explain.is_named(capture, options.request)]
+    shelf, wanted = _shelf(options), {}
+    run = Run(find_logs(options.paths), shelf, Inline())
+    for case in run.cases():
+        if explain.is_named(case.capture, options.request):
+            wanted[case.capture.log.writer, case.capture.number] = case
     if not wanted:
         raise SparseetyError(f'no request "{options.request}" in these logs; -v lists all of them')
-    for capture in wanted:
-        verdict = case.judge(capture)
-        for line in explain.lines(capture, case.index.join(capture), verdict, case.tokenizer_of, options.show_text):
+    run.check_tokenizers()
+    report = Report()
+    for case in wanted.values():
+        [verdict] = judge_cases([case], run.logs.engine_logs, shelf)
+        for line in explain.lines(*case.unpack(), verdict, tokenizers(shelf).of, options.show_text):
             print(line)
         report.verdicts.append(verdict)
     return report.exit_code(1.0)
@@ -103,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="share of ended, in-scope requests that must be judged for exit code 0 (default 1.0)",
     )
+    parser.add_argument(
+        "--jobs", type=_positive, metavar="N", help="processes to read and judge with (default: as many as CPUs)"
+    )
     parser.add_argument("--version", action="version", version=f"sparseety {sparseety.__version__}")
     return parser
 
@@ -117,6 +127,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
         help="tokenizer.json, or the folder that holds it; may be given for each model served",
     )
     parser.add_argument("--show-text", action="store_true", help="show the text and ids that it is about")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
 
 
 def _share(text: str) -> float:

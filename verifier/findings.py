@@ -75,12 +75,31 @@ def place(path: Path, line: int) -> str:
 PASSED, FAILED, INCOMPLETE, DAMAGED = 0, 1, 3, 4
 
 
+PROBLEMS_KEPT = 5  # of each file
+
+
+@dataclass(slots=True)
+class Problems:
+    """Unusable lines: how many in each file, and the first few of them. All lines of a large file may be so."""
+
+    first: list[LogProblem] = field(default_factory=list)
+    counts: Counter[Path] = field(default_factory=Counter)
+
+    def add(self, problem: LogProblem) -> None:
+        self.counts[problem.path] += 1
+        if self.counts[problem.path] <= PROBLEMS_KEPT:
+            self.first.append(problem)
+
+    def __len__(self) -> int:
+        return self.counts.total()
+
+
 @dataclass(slots=True)
 class Report:
     """Everything a run found out."""
 
     verdicts: list[RequestVerdict] = field(default_factory=list)
-    problems: list[LogProblem] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)  # what explains the outcome as a whole
     files: int = 0
     usable_files: int = 0

@@ -8,9 +8,8 @@ import re
 from sparseety.records import Gap, Response, StreamDone
 from verifier.choice import ChoiceJudge, TokenizerOf
 from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict
-from verifier.join import Join
 from verifier.logs import CLOCK_SKEW, Log
-from verifier.requests import Capture
+from verifier.requests import Capture, Join
 
 _BROKEN_OFF = {
     "upstream_broken": "the upstream broke off",
@@ -31,8 +30,7 @@ def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: To
         ts=start.ts if start else None,
     )
     model = start.parameters.model if start and start.parameters else None
-    if any(_serves(log, model) for log in engine_logs):
-        result.model = model
+    result.model = model
     if out := _not_judged(capture):
         result.verdict, finding = out
         result.findings.append(finding)
@@ -41,6 +39,7 @@ def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: To
     result.findings += damage
     result.findings += _protocol_findings(capture, bool(damage))
     kept: list[tuple[int, int] | None] = []  # (ids up to the stop, ids in all) of each choice; None: not all known
+    engines: list[Log] = []  # that served it
     for choice in _choices(capture, join):
         candidates = join.choices.get(choice, [])
         if candidates and choice not in capture.choices and choice >= (_expected_choices(capture) or choice + 1):
@@ -51,9 +50,10 @@ def judge(capture: Capture, join: Join, engine_logs: list[Log], tokenizer_of: To
             result.findings.append(_no_join(capture, choice, len(candidates), join.claims, engine_logs))
             kept.append(None)
             continue
+        engines.append(candidates[0].log)
         kept.append(ChoiceJudge(result, capture, choice, candidates[0], bool(damage)).judge(tokenizer_of))
     if kept and None not in kept and not damage:
-        result.findings += _count_findings(capture, [pair for pair in kept if pair], engine_logs)
+        result.findings += _count_findings(capture, [pair for pair in kept if pair], engines)
     return result.settle()
 
 
@@ -196,17 +196,17 @@ def _obliged(log: Log, capture: Capture) -> bool:
         return False
     if log.lost_between(start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
         return False
-    if not _serves(log, start.parameters.model if start.parameters else None):
+    if not serves(log, start.parameters.model if start.parameters else None):
         return False
     # Closed or not: after its end it had no duty.
     return log.opening.ts <= start.ts and ending.ts <= log.last_ts + CLOCK_SKEW
 
 
-def _serves(log: Log, model: str | None) -> bool:
+def serves(log: Log, model: str | None) -> bool:
     return log.engine is not None and model in (*log.engine.served_names, log.engine.model)
 
 
-def _count_findings(capture: Capture, kept: list[tuple[int, int]], engine_logs: list[Log]) -> list[Finding]:
+def _count_findings(capture: Capture, kept: list[tuple[int, int]], engines: list[Log]) -> list[Finding]:
     """usage.completion_tokens against the ids."""
     ending, usage = capture.ending, capture.usage
     if usage is None or usage.completion_tokens is None or ending is None or ending.outcome != "complete":
@@ -215,7 +215,7 @@ def _count_findings(capture: Capture, kept: list[tuple[int, int]], engine_logs: 
         return []
     fewest, most = (sum(column) for column in zip(*kept, strict=True))
     # From 0.32 on, vLLM counts ids up to the one completing a stop string; before, those of the same step as well.
-    exact = all(log.engine is not None and _release(log.engine.vllm) >= (0, 32) for log in engine_logs)
+    exact = all(log.engine is not None and _release(log.engine.vllm) >= (0, 32) for log in engines)
     if fewest <= usage.completion_tokens <= (fewest if exact else most):
         return []
     detail = f"usage says {usage.completion_tokens} completion tokens, the engine sampled {fewest}"

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from verifier.findings import Finding, Report, RequestVerdict, Severity, Verdict
+from verifier.findings import PROBLEMS_KEPT, Finding, Report, RequestVerdict, Severity, Verdict
 
 _SHOWN = 40  # code points of content shown of each side
-_PROBLEMS_SHOWN = 5  # damaged lines named of each file
 
 
 def printable(text: str) -> str:
@@ -99,15 +98,10 @@ def summary_lines(report: Report) -> Iterator[str]:
 
 def problem_lines(report: Report) -> Iterator[str]:
     """Damaged lines, the first few of each file."""
-    per_file = Counter(problem.path for problem in report.problems)
-    shown: Counter[Any] = Counter()
-    for problem in report.problems:
-        shown[problem.path] += 1
-        if shown[problem.path] <= _PROBLEMS_SHOWN:
-            yield str(problem)
-    for path, count in per_file.items():
-        if count > _PROBLEMS_SHOWN:
-            yield f"{path}: {count - _PROBLEMS_SHOWN} more lines were not usable"
+    yield from map(str, report.problems.first)
+    for path, count in report.problems.counts.items():
+        if count > PROBLEMS_KEPT:
+            yield f"{path}: {count - PROBLEMS_KEPT} more lines were not usable"
 
 
 def request_json(verdict: RequestVerdict, show_text: bool) -> dict[str, Any]:

@@ -1,101 +1,161 @@
-"""Read logs, join them, judge each request. The thin shell around the pure parts: it only reads files."""
+"""Read logs, join them, judge each request soon after it is read. The thin shell around the pure parts."""
 
-from collections.abc import Iterable
+import os
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
-from sparseety.errors import SparseetyError
-from sparseety.logreader import in_order, read_log
+from verifier.executor import Executor, Inline, LocalPool, Task, WorkerDied
 from verifier.findings import Finding, Report, RequestVerdict, Severity, Verdict
 from verifier.gather import Logs
-from verifier.join import EngineIndex
-from verifier.judge import judge
+from verifier.judge import serves
+from verifier.judging import judge_cases, not_judged, tokenizers
 from verifier.logs import Log
 from verifier.orphans import judge_orphans
-from verifier.requests import Capture
-from verifier.tokenizer import NoTokenizer, Tokenizer, TokenizerShelf
+from verifier.packed import Case
+from verifier.pending import Contested, Key, Pending
+from verifier.reading import Reading
+from verifier.tokenizer import NoTokenizer, TokenizerShelf
+from verifier.witnesses import Witnesses
+
+_POOL_FROM = 16 << 20  # bytes of logs: less is read before a pool has started
+_BATCH_CASES = 256
+_BATCH_BYTES = 512 << 10
 
 
-def verify(paths: Iterable[Path], shelf: TokenizerShelf) -> Report:
-    """Judge every request in these logs. Raises SparseetyError where no tokenizer is there or a file is unreadable."""
-    report = Report()
-    case = Case(paths, shelf, report)
-    report.verdicts += [case.judge(capture) for capture in case.captures()]
-    report.verdicts += judge_orphans(case.logs, case.index.untaken())
-    report.verdicts += _missing(case.logs)
-    report.notes += [*case.logs.notes, *_notes(case.logs, report)]
-    return report
+def verify(paths: list[Path], shelf: TokenizerShelf, jobs: int | None = None) -> Report:
+    """Judge every request in these logs. Raises SparseetyError where no tokenizer is there or a file is unreadable.
+
+    jobs: processes; 1: this one alone; None: one for each CPU, if there is much to read.
+    """
+    executor = executor_for(paths, jobs)
+    try:
+        return Run(paths, shelf, executor).report()
+    finally:
+        executor.close()
 
 
-class Case:
-    """Logs that were read and joined, ready to judge."""
-
-    def __init__(self, paths: Iterable[Path], shelf: TokenizerShelf, report: Report) -> None:
-        """What is wrong with the files goes into `report`. Raises SparseetyError."""
-        self.logs = _read(paths, report)
-        self._tokenizers = _find_tokenizers(self.logs, shelf)
-        self._engine_logs = [log for log in self.logs.files if log.opening and log.opening.source == "engine"]
-        self.index = EngineIndex(self.logs.engine.values(), self.logs.captures.values())
-
-    def captures(self) -> list[Capture]:
-        """In the order in which they began."""
-        return sorted(self.logs.captures.values(), key=lambda capture: capture.start.ts if capture.start else 0.0)
-
-    def judge(self, capture: Capture) -> RequestVerdict:
-        return judge(capture, self.index.join(capture), self._engine_logs, self.tokenizer_of)
-
-    def tokenizer_of(self, log: Log) -> Tokenizer:
-        """Raises NoTokenizer."""
-        found = self._tokenizers.get(id(log))
-        if isinstance(found, Tokenizer):
-            return found
-        raise found or NoTokenizer("its engine_start record is lost, and with it which tokenizer was served")
+def executor_for(paths: list[Path], jobs: int | None) -> Executor:
+    if jobs is None:
+        jobs = cpus() if sum(_size(path) for path in paths) >= _POOL_FROM else 1
+    return LocalPool(jobs) if jobs > 1 else Inline()
 
 
-def _read(paths: Iterable[Path], report: Report) -> Logs:
-    logs = Logs()
-    for path in in_order(paths):
-        report.files += 1
-        before = len(report.problems)
+class Run:
+    """One reading of logs, or two: see verifier/pending.py."""
+
+    def __init__(self, paths: list[Path], shelf: TokenizerShelf, executor: Executor) -> None:
+        self._paths, self._shelf, self._executor = paths, shelf, executor
+        self.logs = self._begin(None)
+
+    def report(self) -> Report:
+        judge = Judge(self._shelf, self._executor)
+        for case in self.cases():
+            judge.take(case, self.logs.engine_logs)
+        judge.flush(self.logs.engine_logs)
+        logs = self.logs
+        self.check_tokenizers()
+        report = Report(problems=logs.problems, files=logs.files_read, usable_files=logs.usable_files, whole=logs.whole)
+        report.verdicts += judge.verdicts()
+        for verdict in report.verdicts:
+            if not any(serves(log, verdict.model) for log in logs.engine_logs):
+                verdict.model = None
+        report.verdicts += judge_orphans(logs.files, logs.pending.orphans(), logs.pending.unnamed)
+        report.verdicts += _missing(logs)
+        report.notes += [*logs.notes, *_notes(logs, report)]
+        return report
+
+    def cases(self) -> Iterator[Case]:
+        """Each request as soon as it can be judged. What comes again replaces what came first."""
+        yield from self._read()
+        if contested := self.logs.pending.contested:
+            self.logs = self._begin(contested)
+            yield from self._read()
+
+    def check_tokenizers(self) -> None:
+        """Raises NoTokenizer where no engine has one: then there is nothing to say."""
+        found: list[NoTokenizer | None] = []
+        for log in self.logs.engines_in_use():
+            if log.engine is None and not self._shelf.given:
+                continue
+            try:
+                tokenizers(self._shelf).of(log)
+                found.append(None)
+            except NoTokenizer as error:
+                found.append(error)
+        missing = [error for error in found if error is not None]
+        if self.logs.any_captures and missing and len(missing) == len(found):
+            raise missing[0]
+
+    def _begin(self, contested: Contested | None) -> Logs:
+        self._reading = Reading(self._paths, self._executor)
+        witnesses = Witnesses(lambda: self.logs.engine_logs, self._reading.engine_to_come)
+        return Logs(Pending(witnesses, contested))
+
+    def _read(self) -> Iterator[Case]:
+        pending = self.logs.pending
+        for watermark in self._reading.into(self.logs):
+            yield from pending.ready(watermark)
+        self.logs.end()
+        yield from pending.rest()
+
+
+class Judge:
+    """Has requests judged in batches, and keeps their verdicts."""
+
+    def __init__(self, shelf: TokenizerShelf, executor: Executor) -> None:
+        self._shelf, self._executor = shelf, executor
+        self._cases: list[Case] = []
+        self._bytes = 0
+        self._tasks: deque[tuple[list[Case], list[Log], Task[list[RequestVerdict]]]] = deque()
+        self._verdicts: dict[Key, RequestVerdict] = {}
+
+    def take(self, case: Case, engine_logs: list[Log]) -> None:
+        self._cases.append(case)
+        self._bytes += case.size
+        if len(self._cases) >= _BATCH_CASES or self._bytes >= _BATCH_BYTES:
+            self._submit(engine_logs)
+
+    def flush(self, engine_logs: list[Log]) -> None:
+        """Wait for everything."""
+        self._submit(engine_logs)
+        while self._tasks:
+            self._collect()
+
+    def verdicts(self) -> list[RequestVerdict]:
+        """In the order in which the requests began."""
+        return [verdict for _, verdict in sorted(self._verdicts.items(), key=_order)]
+
+    def _submit(self, engine_logs: list[Log]) -> None:
+        cases, self._cases, self._bytes = self._cases, [], 0
+        if cases:
+            task = self._executor.submit(judge_cases, cases, engine_logs, self._shelf)
+            self._tasks.append((cases, engine_logs, task))
+        while len(self._tasks) > 2 * self._executor.slots:
+            self._collect()
+
+    def _collect(self) -> None:
+        cases, engine_logs, task = self._tasks.popleft()
         try:
-            touched = logs.add_file(path, read_log(path, report.problems.append))
-        except OSError as error:
-            raise SparseetyError(f"{path}: {error.strerror}") from None
-        problems = report.problems[before:]
-        report.usable_files += bool(touched)
-        if not touched and not problems:
-            report.notes.append(f"{path}: it is empty")
-        if any(log.opening is None for log in touched):
-            report.notes.append(f"{path}: its first line (log_open) is lost; it is read as the present format")
-        for log in touched:
-            log.damaged = log.damaged or bool(problems)
-        # A closed log counts its records: where none is missing, the unusable lines were never part of it.
-        counted = bool(touched) and all(log.closed for log in touched)
-        if any(not problem.tail for problem in problems) and not counted:
-            report.whole = False
-    for request in logs.engine.values():
-        if request.added is None:  # whose steps these are stood in a line that is not here
-            request.log.damaged = True
-    report.whole = report.whole and not any(log.closed and log.miscounted for log in logs.files)
-    return logs
+            verdicts = task.result()
+        except WorkerDied:
+            verdicts = [self._alone(case, engine_logs) for case in cases]
+        for case, verdict in zip(cases, verdicts, strict=True):
+            self._verdicts[case.capture.log.writer, case.capture.number] = verdict
 
-
-def _find_tokenizers(logs: Logs, shelf: TokenizerShelf) -> dict[int, Tokenizer | NoTokenizer]:
-    """By id(log): the tokenizer of each engine, or why there is none. Raises NoTokenizer where no engine has one."""
-    in_use = {id(request.log): request.log for request in logs.engine.values()}
-    found: dict[int, Tokenizer | NoTokenizer] = {}
-    for key, log in in_use.items():
-        identity = log.engine.tokenizer if log.engine else None
-        if identity is None and not shelf.given:
-            continue
+    def _alone(self, case: Case, engine_logs: list[Log]) -> RequestVerdict:
+        """One of a batch that a process did not survive."""
         try:
-            files = identity.files if identity else {}
-            found[key] = shelf.find(identity.name if identity else "", files.get("tokenizer.json"))
-        except NoTokenizer as error:
-            found[key] = error
-    missing = [error for error in found.values() if isinstance(error, NoTokenizer)]
-    if logs.captures and missing and len(missing) == len(found):
-        raise missing[0]
-    return found
+            [verdict] = self._executor.submit(judge_cases, [case], engine_logs, self._shelf).result()
+        except WorkerDied:
+            return not_judged(case, "the process that judged it was killed (out of memory?)")
+        return verdict
+
+
+def _order(item: tuple[Key, RequestVerdict]) -> tuple[float, float, int]:
+    """The same however the logs were read."""
+    ((*_, start), number), verdict = item
+    return verdict.ts or 0.0, start, number
 
 
 def _missing(logs: Logs) -> list[RequestVerdict]:
@@ -114,10 +174,22 @@ def _notes(logs: Logs, report: Report) -> list[str]:
     """Why there was nothing to judge, in words that say what to do."""
     if not report.files:
         return ["no log files (*.jsonl) here; nothing to check"]
-    if logs.captures and not logs.engine:
+    captures, engines = logs.any_captures, bool(logs.engines_in_use())
+    if captures and not engines:
         return ["there is no engine log with requests; was vLLM started with SPARSEETY_HOOK_DIR set?"]
-    if logs.engine and not logs.captures:
+    if engines and not captures:
         return ["there is no proxy log with requests; did clients talk to the proxy (port 9000)?"]
-    if logs.files and not logs.captures:
+    if logs.files and not captures:
         return ["no request was recorded; did clients talk to the proxy (port 9000)?"]
     return []
+
+
+def cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

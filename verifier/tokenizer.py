@@ -167,6 +167,9 @@ class TokenizerShelf:
     given: list[Path]
     _loaded: dict[Path, Tokenizer] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[type, tuple[list[Path]]]:
+        return TokenizerShelf, (self.given,)  # another process loads its own
+
     def find(self, name: str, sha256: str | None) -> Tokenizer:
         """The tokenizer of an engine that logged this name and hash. Raises SparseetyError.
 

@@ -1,0 +1,70 @@
+"""Judge packed requests, in whatever process. Pure, but for the tokenizers that a process loads once."""
+
+import pickle
+
+from verifier.findings import Finding, RequestVerdict, Severity, Verdict
+from verifier.judge import judge
+from verifier.logs import Log
+from verifier.packed import Case
+from verifier.tokenizer import NoTokenizer, Tokenizer, TokenizerShelf
+
+
+class Tokenizers:
+    """The tokenizer of each engine, found once."""
+
+    def __init__(self, shelf: TokenizerShelf) -> None:
+        self._shelf = shelf
+        self._found: dict[tuple[str, str | None], Tokenizer | NoTokenizer] = {}
+
+    def of(self, log: Log) -> Tokenizer:
+        """Raises NoTokenizer."""
+        identity = log.engine.tokenizer if log.engine else None
+        if identity is None and not self._shelf.given:
+            raise NoTokenizer("its engine_start record is lost, and with it which tokenizer was served")
+        key = (identity.name, identity.files.get("tokenizer.json")) if identity else ("", None)
+        if key not in self._found:
+            try:
+                self._found[key] = self._shelf.find(*key)
+            except NoTokenizer as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, NoTokenizer):
+            raise found
+        return found
+
+
+_of_this_process: dict[bytes, Tokenizers] = {}
+
+
+def tokenizers(shelf: TokenizerShelf) -> Tokenizers:
+    """Those of this process, whichever copy of the shelf it was given."""
+    key = pickle.dumps(shelf)
+    if key not in _of_this_process:
+        _of_this_process[key] = Tokenizers(shelf)
+    return _of_this_process[key]
+
+
+def judge_cases(cases: list[Case], engine_logs: list[Log], shelf: TokenizerShelf) -> list[RequestVerdict]:
+    """Judge each. A bug that one brings out costs that one its verdict, and no other."""
+    found = tokenizers(shelf)
+    return [_judge(case, engine_logs, found) for case in cases]
+
+
+def _judge(case: Case, engine_logs: list[Log], found: Tokenizers) -> RequestVerdict:
+    try:
+        return judge(*case.unpack(), engine_logs, found.of)
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the others are to be judged
+        return not_judged(case, f"a bug in this program ({type(error).__name__}); please report it")
+
+
+def not_judged(case: Case, why: str) -> RequestVerdict:
+    """The verdict on a request that no judge came back from."""
+    capture = case.capture
+    begin = capture.begin
+    name = capture.id or (begin.uuid if begin else f"capture {capture.number}")
+    verdict = RequestVerdict(name, Verdict.INCOMPLETE)
+    if begin:
+        verdict.endpoint, verdict.model, verdict.uuid, verdict.ts = begin.endpoint, begin.model, begin.uuid, begin.ts
+    place = capture.log.place(capture.line)
+    verdict.findings.append(Finding("UNVERIFIABLE", "log", Severity.UNKNOWN, why, places=(place,)))
+    return verdict
