@@ -154,7 +154,7 @@ def _print_text(report: Report, options: argparse.Namespace) -> None:
     if not options.quiet:
         for verdict in report.verdicts:
             lines += output.request_lines(verdict, options.show_text, options.verbose)
-    for line in [*lines, *([""] if lines else []), *output.summary_lines(report)]:
+    for line in [*lines, *([""] if lines else []), *report.totals.lines()]:
         print(line)
 
 

@@ -2,11 +2,10 @@
 
 import json
 import unicodedata
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from verifier.findings import PROBLEMS_KEPT, Finding, Report, RequestVerdict, Severity, Verdict
+from verifier.findings import PROBLEMS_KEPT, Finding, Report, RequestVerdict, Severity, Verdict, numbered
 
 _SHOWN = 40  # code points of content shown of each side
 
@@ -22,16 +21,12 @@ def quote(text: str) -> str:
     return printable(json.dumps(text[:_SHOWN], ensure_ascii=False)) + ("…" if len(text) > _SHOWN else "")
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _content(text: str | None, show_text: bool) -> str:
     if not text:
         return "nothing"
     if show_text:
         return quote(text)
-    return f"‹{_count(len(text), 'character')}›"
+    return f"‹{numbered(len(text), 'character')}›"
 
 
 def describe(finding: Finding, show_text: bool) -> str:
@@ -58,42 +53,15 @@ def request_lines(verdict: RequestVerdict, show_text: bool, verbose: bool) -> It
     label = verdict.verdict.value.replace("_", " ").upper()
     prefix = f"{name}  {label:<11} "
     if verdict.verdict is Verdict.INCOMPLETE and verdict.tokens:
-        prefix += f"{verdict.checked} of {_count(verdict.tokens, 'token')} checked; "
+        prefix += f"{verdict.checked} of {numbered(verdict.tokens, 'token')} checked; "
     if not shown:
-        text = f"{_count(verdict.checked, 'token')} checked" if verdict.verdict is Verdict.PASS else ""
+        text = f"{numbered(verdict.checked, 'token')} checked" if verdict.verdict is Verdict.PASS else ""
         yield (prefix + text).rstrip()
     indent = " " * (len(name) + 14)
     for number, finding in enumerate(shown):
         yield (indent if number else prefix) + describe(finding, show_text)
         if finding.severity is not Severity.INFO:
             yield indent + "   ".join(finding.places)
-
-
-def summary_lines(report: Report) -> Iterator[str]:
-    counts = report.counts()
-    judged = [v for v in report.verdicts if v.verdict in (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)]
-    tokens, checked = sum(v.tokens for v in judged), sum(v.checked for v in judged)
-    yield (
-        f"{_count(len(judged), 'request')}: {counts[Verdict.PASS]} pass, "
-        f"{counts[Verdict.FAIL]} fail, {counts[Verdict.INCOMPLETE]} incomplete; "
-        f"{checked} of {_count(tokens, 'token')} checked"
-    )
-    reasons = Counter(
-        code
-        for verdict in report.verdicts
-        if verdict.verdict is Verdict.PASS
-        for code in {finding.code for finding in verdict.findings}
-    )
-    if reasons:
-        yield "of the passes: " + ", ".join(f"{count} {code}" for code, count in reasons.most_common())
-    aside = Counter(
-        finding.code
-        for verdict in report.verdicts
-        if verdict.verdict in (Verdict.OUT_OF_SCOPE, Verdict.OPEN)
-        for finding in verdict.findings
-    )
-    if aside:
-        yield "not judged: " + ", ".join(f"{count} {code}" for code, count in aside.most_common())
 
 
 def problem_lines(report: Report) -> Iterator[str]:
@@ -143,7 +111,7 @@ def summary_json(report: Report, exit_code: int) -> dict[str, Any]:
         "requests": {verdict.value: counts[verdict] for verdict in Verdict},
         "tokens": sum(verdict.tokens for verdict in report.verdicts),
         "checked": sum(verdict.checked for verdict in report.verdicts),
-        "coverage": report.coverage,
+        "coverage": report.totals.coverage,
         "files": report.files,
         "damaged_lines": len(report.problems),
         "notes": report.notes,
