@@ -207,7 +207,10 @@ class BlockReader:
         self._rest_bytes = 0  # what it took in the file
         self._skipping = False  # in a line that is too long
         self._file = _open(path)
-        if offset:
+        if offset and path.suffix in (PACKED, ".gz"):
+            while offset and (data := self._file.read(min(offset, _BLOCK))):
+                offset -= len(data)
+        elif offset:
             self._file.seek(offset)
 
     def __enter__(self) -> "BlockReader":
@@ -218,6 +221,11 @@ class BlockReader:
 
     def close(self) -> None:
         self._file.close()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(number, offset) of the line after those that were read."""
+        return self._number, self._offset
 
     def read(self, *, grows: bool = False) -> Block | None:
         """The next block; None: there is none, so far. grows: a last line without its end may still get one."""

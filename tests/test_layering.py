@@ -27,7 +27,7 @@ ALLOWED = {
         "uvloop",
     },
     "sampler_hook": {"sparseety", "msgspec"},
-    "verifier": {"sparseety", "tokenizers", "huggingface_hub"},
+    "verifier": {"sparseety", "msgspec", "prometheus_client", "tokenizers", "huggingface_hub"},
 }
 # inside functions only: loaded where and when it is there
 ALLOWED_LATE = {

@@ -36,6 +36,8 @@ def _main(argv: Sequence[str] | None) -> int:
     if arguments[:1] == ["explain"]:
         return _explain(_explain_parser().parse_args(arguments[1:]))
     options = _parser().parse_args(arguments)
+    if options.watch:
+        return _watch(options)
     collect_seldom()
     report = verify(find_logs(options.paths), _shelf(options), options.jobs)
     exit_code = report.exit_code(options.min_coverage)
@@ -50,6 +52,26 @@ def _main(argv: Sequence[str] | None) -> int:
     else:
         _print_text(report, options)
     return exit_code
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Follow logs until a signal comes."""
+    from verifier import watching  # here: it needs the metrics' library, which a single run does not
+
+    settings = watching.Settings(
+        paths=options.paths,
+        checkpoint=options.checkpoint,
+        jobs=options.jobs,
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
+        summary_seconds=options.summary_seconds,
+        min_coverage=options.min_coverage,
+        json=options.json,
+        verbose=options.verbose,
+        quiet=options.quiet,
+        show_text=options.show_text,
+    )
+    return watching.run(settings, _shelf(options))
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -112,6 +134,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--jobs", type=_positive, metavar="N", help="processes to read and judge with (default: as many as CPUs)"
+    )
+    watch = parser.add_argument_group("following logs that grow")
+    watch.add_argument(
+        "--watch",
+        action="store_true",
+        help="judge each request soon after it ends, until SIGINT or SIGTERM; prints what does not pass",
+    )
+    watch.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="where to go on after a restart (default: verify-tokens.checkpoint in the first folder)",
+    )
+    watch.add_argument("--metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there (0: any port)")
+    watch.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST", help="address to serve them on")
+    watch.add_argument(
+        "--summary-seconds", type=float, default=60.0, metavar="N", help="sum up on stderr as often (0: never)"
     )
     parser.add_argument("--version", action="version", version=f"sparseety {sparseety.__version__}")
     return parser

@@ -126,9 +126,10 @@ def collect_seldom() -> None:
 
 
 def _begin() -> None:
-    """In each process of the pool: Ctrl-C is the parent's business, and no process outlives it."""
+    """In each process of the pool: signals are the parent's business, and no process outlives it."""
     collect_seldom()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()

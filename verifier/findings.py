@@ -58,6 +58,7 @@ class RequestVerdict:
     model: str | None = None  # as a logged engine serves it; None: no engine whose log is here does
     uuid: str | None = None
     ts: float | None = None
+    seconds: float = field(default=0.0, compare=False)  # that judging it took
 
     def settle(self) -> "RequestVerdict":
         """Let the findings decide: a fault fails, else an unknown leaves it incomplete."""

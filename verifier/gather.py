@@ -6,12 +6,14 @@ from pathlib import Path
 
 from sparseety.logreader import LogProblem
 from sparseety.records import EngineEvent, EngineStart, Gap, LogClose, LogOpen
+from sparseety.segments import PACKED
 from verifier.findings import Problems
 from verifier.fragments import CapturePart, Parsed, Section, ServedPart, Single
 from verifier.logs import Log, Loss, Writer
+from verifier.marks import LogState, Mark
 from verifier.numbers import Numbers
 from verifier.packed import OpenCapture, Served
-from verifier.pending import Pending
+from verifier.pending import Pending, Waiting
 
 
 @dataclass(slots=True)
@@ -22,6 +24,30 @@ class Ledger:
     last_line: int = 0
     captures: Numbers = field(default_factory=Numbers)
     served: Numbers = field(default_factory=Numbers)
+    old_captures: Numbers = field(default_factory=Numbers)  # judged before a restart: passed over
+    old_served: Numbers = field(default_factory=Numbers)
+
+    def state(self) -> LogState:
+        log = self.log
+        return LogState(
+            log.first_ts,
+            log.last_ts,
+            self.last_line,
+            log.closed,
+            log.sampled,
+            log.damaged,
+            log.miscounted,
+            log.next_segment,
+            log.opening,
+            log.engine,
+        )
+
+    def restore(self, state: LogState) -> None:
+        log = self.log
+        log.first_ts, log.last_ts, self.last_line = state.first_ts, state.last_ts, state.last_line
+        log.closed, log.sampled, log.damaged = state.closed, state.sampled, state.damaged
+        log.miscounted, log.next_segment = state.miscounted, state.next_segment
+        log.opening, log.engine = state.opening, state.engine
 
 
 class Logs:
@@ -30,6 +56,7 @@ class Logs:
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
         self.files: list[Log] = []  # one for each writer
+        self.block = 0  # number of the block that is being taken
         self.notes: list[str] = []
         self.problems = Problems()
         self.files_read = self.usable_files = 0
@@ -49,9 +76,38 @@ class Logs:
         """Logs with requests of an engine."""
         return [ledger.log for ledger in self._ledgers.values() if ledger.served]
 
-    def file(self, path: Path) -> "LogFile":
-        """Take a file; a writer's segments in their order."""
-        return LogFile(self, path)
+    def file(self, path: Path, mark: Mark | None = None) -> "LogFile":
+        """Take a file; a writer's segments in their order. mark: what comes begins there."""
+        file = LogFile(self, path)
+        if mark is not None and mark.number > 1:
+            file.resume(mark)
+        return file
+
+    def restore(self, mark: Mark) -> None:
+        """Before anything is read."""
+        ledger = self.ledger(mark.writer, Path(mark.path), 0.0)
+        ledger.captures, ledger.old_captures = Numbers(mark.captures), Numbers(mark.captures)
+        ledger.served, ledger.old_served = Numbers(mark.served), Numbers(mark.served)
+        if mark.state is not None:
+            ledger.restore(mark.state)
+
+    def known(self, writer: Writer) -> Ledger | None:
+        return self._ledgers.get(writer)
+
+    def with_judged(self, mark: Mark, waiting: Waiting) -> Mark:
+        """Add which requests are not to be judged again."""
+        if (ledger := self._ledgers.get(mark.writer)) is not None:
+            mark.captures = ledger.captures.without(waiting.captures)
+            mark.served = ledger.served.without(waiting.served)
+        return mark
+
+    def missing_of(self, ledger: Ledger) -> list[int]:
+        """Numbers that this log has given and whose records it does not hold. Some, where many."""
+        log = ledger.log
+        if not log.closed:
+            return []
+        first = 1 if log.opening and log.opening.segment == 0 else None
+        return list(itertools.islice(ledger.captures.missing(first), 1000))
 
     def ledger(self, writer: Writer, path: Path, ts: float) -> Ledger:
         if writer not in self._ledgers:
@@ -77,14 +133,8 @@ class Logs:
 
         In a log that is still written, a number without records may be a request whose body is still arriving.
         """
-        found = []
-        for ledger in self._ledgers.values():
-            log = ledger.log
-            if log.closed:
-                first = 1 if log.opening and log.opening.segment == 0 else None
-                if missing := list(itertools.islice(ledger.captures.missing(first), 1000)):
-                    found.append((log, missing))
-        return found
+        missing = ((ledger.log, self.missing_of(ledger)) for ledger in self._ledgers.values())
+        return [(log, numbers) for log, numbers in missing if numbers]
 
 
 class LogFile:
@@ -102,6 +152,28 @@ class LogFile:
         self._count = 0
         self._copy = False
         self.refused = False  # of an unknown format: no more of it is read
+
+    @property
+    def closed(self) -> bool:
+        """Its writer has closed it in order, and goes on nowhere."""
+        return bool(self._touched) and all(log.closed for log in self._touched)
+
+    def mark(self, writer: Writer, number: int, offset: int) -> Mark:
+        """Of one of its lines, which is the next to be taken."""
+        ledger = self._logs.known(writer)
+        segment = max(0, ledger.log.next_segment - (self._ledger is not None)) if ledger else 0
+        mark = Mark(writer, self.path.name, segment, number, offset, self._offset, self._count)
+        mark.path = str(self.path.with_suffix("") if self.path.suffix == PACKED else self.path)
+        mark.state = ledger.state() if ledger else None
+        return mark
+
+    def resume(self, mark: Mark) -> None:
+        """What is taken first stands there."""
+        self._writer, self._offset, self._count = mark.writer, mark.line_offset, mark.records
+        self._logs.is_copy(mark.writer, mark.segment)  # from now on, it is
+        ledger = self._ledger = self._logs.ledger(mark.writer, self.path, 0.0)
+        ledger.log.begin_file(self.path, mark.line_offset + mark.number - 1, mark.line_offset)
+        self._touched.append(ledger.log)
 
     def take(self, parsed: Parsed) -> None:
         self._note_problems(parsed.problems)
@@ -180,7 +252,7 @@ class LogFile:
                     self._logs.notes.append(f"{self.path}: {found}")
                 log.closed = not record.continued
             case EngineStart():
-                log.engine = record
+                log.engine = log.engine or record  # later segments repeat it
             case EngineEvent():
                 log.sampled |= record.sample is not None and record.sample < 1
             case Gap():
@@ -205,12 +277,16 @@ class LogFile:
     def _open_capture(self, ledger: Ledger, number: int, line: int) -> OpenCapture | None:
         """None: it is judged already."""
         if ledger.captures.add(number):
-            return self._pending.new_capture(OpenCapture(ledger.log, number, line))
+            return self._pending.new_capture(OpenCapture(ledger.log, number, line, self._logs.block))
+        if number in ledger.old_captures:
+            return None
         return self._pending.capture(ledger.log, number)
 
     def _open_served(self, ledger: Ledger, number: int, line: int) -> Served | None:
         if ledger.served.add(number):
-            return self._pending.new_served(Served(ledger.log, number, line))
+            return self._pending.new_served(Served(ledger.log, number, line, self._logs.block))
+        if number in ledger.old_served:
+            return None
         return self._pending.served(ledger.log, number)
 
     def _capture(self, ledger: Ledger, part: CapturePart) -> None:

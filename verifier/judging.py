@@ -1,6 +1,7 @@
 """Judge packed requests, in whatever process. Pure, but for the tokenizers that a process loads once."""
 
 import pickle
+import time
 
 from verifier.findings import Finding, RequestVerdict, Severity, Verdict
 from verifier.judge import judge
@@ -51,8 +52,11 @@ def judge_cases(cases: list[Case], engine_logs: list[Log], shelf: TokenizerShelf
 
 
 def _judge(case: Case, engine_logs: list[Log], found: Tokenizers) -> RequestVerdict:
+    begin = time.perf_counter()
     try:
-        return judge(*case.unpack(), engine_logs, found.of)
+        verdict = judge(*case.unpack(), engine_logs, found.of)
+        verdict.seconds = time.perf_counter() - begin
+        return verdict
     except Exception as error:  # noqa: BLE001 -- whatever it is, the others are to be judged
         return not_judged(case, f"a bug in this program ({type(error).__name__}); please report it")
 

@@ -40,6 +40,22 @@ class Numbers:
         """(first, last) of each run of numbers without a hole, ascending."""
         return list(zip(self._first, self._last, strict=True))
 
+    def without(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
+        """The spans of what is left less these."""
+        left: list[tuple[int, int]] = []
+        out = sorted(numbers, reverse=True)
+        for begin, last in self.spans():
+            while out and out[-1] < begin:
+                out.pop()
+            while out and out[-1] <= last:
+                number = out.pop()
+                if begin < number:
+                    left.append((begin, number - 1))
+                begin = number + 1
+            if begin <= last:
+                left.append((begin, last))
+        return left
+
     def missing(self, first: int | None) -> Iterator[int]:
         """Numbers that are not here, between those that are; from `first` on, where it is given."""
         due = first

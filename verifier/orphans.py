@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from sparseety.records import Endpoint
 from verifier.findings import Finding, RequestVerdict, Severity, Verdict
@@ -10,20 +11,33 @@ from verifier.logs import CLOCK_SKEW, Log, Writer
 from verifier.packed import OpenCapture, Served
 
 
+@dataclass(slots=True)
 class Unnamed:
     """Replies without an id. Each whose client left before it had one accounts for one request of the engine."""
 
-    def __init__(self) -> None:
-        self._by_name: Counter[tuple[Endpoint, str]] = Counter()  # the client chose the id
-        self._anonymous: Counter[Endpoint] = Counter()
-        self._unsure: set[int] = set()  # id(log): some of its replies may yet turn out to be anything
+    _by_name: Counter[tuple[Endpoint, str]] = field(default_factory=Counter)  # the client chose the id
+    _anonymous: Counter[Endpoint] = field(default_factory=Counter)
+    _unsure: set[Writer] = field(default_factory=set)  # some replies in their logs may have been anything
+    going_on: set[Writer] = field(default_factory=set)  # some replies in their logs may yet get any name
+
+    def state(self) -> list[tuple[Endpoint, str | None, int]]:
+        """To go on with after a restart."""
+        named = [(endpoint, name, count) for (endpoint, name), count in self._by_name.items() if count]
+        return [*named, *((endpoint, None, count) for endpoint, count in self._anonymous.items() if count)]
+
+    def restore(self, state: list[tuple[Endpoint, str | None, int]]) -> None:
+        for endpoint, name, count in state:
+            if name is None:
+                self._anonymous[endpoint] += count
+            else:
+                self._by_name[endpoint, name] += count
 
     def add(self, capture: OpenCapture) -> None:
         begin, end = capture.begin, capture.end
         if capture.ids:
             return
         if begin is None or end is None:
-            self._unsure.add(id(capture.log))
+            self._unsure.add(capture.log.writer)
         elif begin.endpoint is not None and end.outcome == "client_gone":
             endpoint: Endpoint = "chat" if begin.endpoint == "messages" else begin.endpoint  # the ids are of one kind
             if begin.x_request_id and endpoint != "responses":  # those are random
@@ -42,7 +56,7 @@ class Unnamed:
         return False
 
     def may_be_in(self, log: Log) -> bool:
-        return id(log) in self._unsure
+        return log.writer in self._unsure or log.writer in self.going_on
 
 
 def judge_orphans(logs: list[Log], orphans: Iterable[Served], unnamed: Unnamed) -> list[RequestVerdict]:

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
-from verifier.findings import PROBLEMS_KEPT, Finding, Report, RequestVerdict, Severity, Verdict, numbered
+from verifier.findings import PROBLEMS_KEPT, Finding, Report, RequestVerdict, Severity, Totals, Verdict, numbered
 
 _SHOWN = 40  # code points of content shown of each side
 
@@ -115,5 +115,17 @@ def summary_json(report: Report, exit_code: int) -> dict[str, Any]:
         "files": report.files,
         "damaged_lines": len(report.problems),
         "notes": report.notes,
+        "exit_code": exit_code,
+    }
+
+
+def totals_json(totals: Totals, exit_code: int) -> dict[str, Any]:
+    """What a watch sums up to, as `summary_json` has it for a run."""
+    return {
+        "type": "summary",
+        "requests": {verdict.value: totals.of(verdict) for verdict in Verdict},
+        "tokens": totals.tokens,
+        "checked": totals.checked,
+        "coverage": totals.coverage,
         "exit_code": exit_code,
     }

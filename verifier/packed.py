@@ -50,6 +50,7 @@ class OpenCapture:
     log: Log
     number: int
     line: int  # of its first record, in the log
+    block: int = 0  # that holds it
     begin: Begin | None = None
     end: End | None = None
     ids: list[str] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Served:
     log: Log
     number: int
     line: int  # of its first record, in the log
+    block: int = 0  # that holds it
     added: RequestAdded | None = None
     finished: RequestFinished | None = None
     gaps: list[Gap] = field(default_factory=list)

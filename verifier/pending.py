@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sparseety.records import RequestAdded
 from verifier.join import Group, began, reply_id
@@ -21,6 +22,8 @@ from verifier.packed import Case, OpenCapture, Past, Served, within
 from verifier.witnesses import Witnesses
 
 HORIZON = 60.0  # seconds of log time after which the other side of a request is not waited for with all its content
+
+_PAST_KEPT = 1_000_000  # ids of judged replies, where there is no end
 
 Key = tuple[Writer, int]
 """A request: its writer, and the writer's number for it."""
@@ -51,9 +54,23 @@ class Contested:
         return any(w == log.writer and loss.begin <= end and loss.end >= begin for w, loss in self.losses)
 
 
+class Waiting(NamedTuple):
+    """What is not judged of a log's requests."""
+
+    captures: list[int]
+    served: list[int]
+    first: int | None  # number of the first block that holds one of them
+
+
+NOTHING = Waiting([], [], None)
+
+
 class Pending:
-    def __init__(self, witnesses: Witnesses, only: Contested | None = None) -> None:
-        """only: judge nothing but these, at the end."""
+    def __init__(self, witnesses: Witnesses, only: Contested | None = None, *, live: bool = False) -> None:
+        """only: judge nothing but these, at the end. live: there is no end, so nothing waits longer than HORIZON."""
+        self._live = live
+        self._ended: set[int] = set()  # id(log): no more will come
+        self._orphans: list[Served] = []  # let go of
         self.contested = Contested()
         self.unnamed = Unnamed()
         self._witnesses, self._only = witnesses, only
@@ -191,25 +208,84 @@ class Pending:
         """What the engines served and no reply has asked for."""
         return [served for served in self._served.values() if served.added is not None and not served.taken]
 
+    # ------------------------------------------------------------------------------------------- where there is no end
+
+    def give_up(self, log: Log) -> Iterator[Case]:
+        """No more will come of that log: its requests that have not ended never will."""
+        self._ended.add(id(log))
+        for capture in [one for one in self._captures.values() if one.log is log and one.end is None]:
+            if capture.past is None:
+                case = self._groups[capture.ids[0]].join(capture) if capture.ids else Case(capture)
+                self._settle(case)
+                yield case
+        for served in [one for one in self._served.values() if one.log is log and one.finished is None]:
+            self._let_go(served)
+
+    def take_orphans(self) -> list[Served]:
+        """Those that were let go of since."""
+        self.unnamed.going_on = {one.log.writer for one in self._captures.values() if not one.ids}
+        orphans, self._orphans = self._orphans, []
+        return orphans
+
+    def take_contested(self) -> bool:
+        """Did anything come too late since?"""
+        contested, self.contested = self.contested, Contested()
+        return bool(contested)
+
+    def waiting(self) -> dict[int, Waiting]:
+        """By id(log)."""
+        found: dict[int, Waiting] = {}
+        for capture in self._captures.values():
+            if capture.past is None:
+                known = found.get(id(capture.log), Waiting([], [], capture.block))
+                known.captures.append(capture.number)
+                found[id(capture.log)] = known._replace(first=min(known.first or 0, capture.block))
+        for served in self._served.values():
+            if not served.judged:
+                known = found.get(id(served.log), Waiting([], [], served.block))
+                known.served.append(served.number)
+                found[id(served.log)] = known._replace(first=min(known.first or 0, served.block))
+        return found
+
+    def backlog(self) -> int:
+        """Replies that ended and are not judged."""
+        return sum(capture.end is not None and capture.past is None for capture in self._captures.values())
+
+    def _let_go(self, served: Served) -> None:
+        """Of an engine's request that no reply waits for."""
+        name = reply_id(served.added.external_id)[1] if served.added else None
+        group = self._groups.get(name) if name is not None else None
+        if group is not None and any(capture.past is None for capture in group.captures):
+            return  # it goes with the last of them
+        self._served.pop((id(served.log), served.number), None)
+        if group is not None and name is not None:
+            group.served.remove(served)
+            if not served.taken:
+                self._orphans.append(served)
+            if not group.captures and not group.served:
+                del self._groups[name]
+
     def _case(self, capture: OpenCapture, watermark: float) -> Case | None:
         """None: it is to wait."""
         assert capture.end is not None  # `ready` asks for no others
         group = self._groups[capture.ids[0]] if capture.ids else Group([capture])
         if self._only is not None and self._only.has(group.captures, group.served):
             return None
+        late = watermark > capture.end.ts + CLOCK_SKEW + HORIZON
         if not capture.ids:
-            return Case(capture) if needs_no_engine(capture) or self._witnesses.engines_known() else None
+            known = needs_no_engine(capture) or self._witnesses.engines_known()
+            return Case(capture) if known or (self._live and late) else None
+        if self._live and late:
+            return group.join(capture)
         if not self.contested.ids.isdisjoint(capture.ids) or _undecided(group, capture):
             return None
         case = group.join(capture)
         if self._contest(group, case):
             return None
         expected = (capture.begin.choices if capture.begin else None) or 1
-        if case.claims > 1 or any(len(served) > 1 for served in case.choices.values()):
-            return case
         if all(choice in case.choices for choice in range(min(expected, len(group.served) + 1))):
             return case
-        late = watermark > capture.end.ts + CLOCK_SKEW + HORIZON or self._witnesses.none()
+        late = late or self._witnesses.none()
         return case if needs_no_engine(capture) or (late and not self._witnesses.obliged(capture)) else None
 
     def _contest(self, group: Group, case: Case) -> bool:
@@ -227,9 +303,9 @@ class Pending:
 
     def _settle(self, case: Case) -> None:
         """A request is judged: of its records nothing is needed any more."""
-        capture, end = case.capture, case.capture.end
-        assert end is not None  # only those that ended are judged before the end
-        self._judged_at(capture.log, end.ts)
+        capture = case.capture
+        end = capture.end.ts if capture.end else capture.log.last_ts
+        self._judged_at(capture.log, end)
         if not capture.ids:
             self.unnamed.add(capture)
             del self._captures[id(capture.log), capture.number]
@@ -240,7 +316,7 @@ class Pending:
             self._judged_at(one.log, one.life[1])
         begin = capture.begin.ts if capture.begin else -math.inf
         externals = {one.added.external_id for one in served if one.added}
-        capture.past = Past(begin, end.ts, tuple(map(began, served)), len(externals), next(self._order))
+        capture.past = Past(begin, end, tuple(map(began, served)), len(externals), next(self._order))
         if capture.begin is None:
             self.unnamed.add(capture)
         self._forget(capture.ids[0])
@@ -264,6 +340,13 @@ class Pending:
                 if began(served) in past.begins and not any(within(began(served), one) for one in waiting):
                     self._served.pop((id(served.log), served.number), None)
         group.captures = kept
+        if self._live:
+            if not waiting:
+                for served in group.served:
+                    if served.taken and (served.finished or id(served.log) in self._ended):
+                        self._served.pop((id(served.log), served.number), None)
+            while len(self._past) > _PAST_KEPT:
+                del self._past[next(iter(self._past))]
         group.served = [one for one in group.served if (id(one.log), one.number) in self._served]
         if not group.captures and not group.served:
             del self._groups[name]
@@ -272,6 +355,9 @@ class Pending:
         """No reply has asked for it for long: keep that it was there, not what it was."""
         served = self._served.get((log, number))
         if served is None or self._only is not None:
+            return
+        if self._live:
+            self._let_go(served)
             return
         group = self._groups.get(reply_id(served.added.external_id)[1]) if served.added else None
         if group is None or not group.captures:
@@ -294,7 +380,8 @@ def _undecided(group: Group, capture: OpenCapture) -> bool:
     """Does something of the same id go on that may be this reply's, or may claim what is?"""
     assert capture.end is not None  # asked of no others
     alone = len(group.captures) == 1
-    if any(served.finished is None and (alone or within(began(served), capture)) for served in group.served):
+    mine = [served for served in group.served if alone or within(began(served), capture)]
+    if any(served.finished is None or served.log.engine is None for served in mine):
         return True
     horizon = capture.end.ts + 2 * CLOCK_SKEW
     return any(one.end is None and (one.begin is None or one.begin.ts <= horizon) for one in group.captures)

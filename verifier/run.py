@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from verifier.executor import Executor, Inline, LocalPool, Task, WorkerDied
@@ -58,10 +59,9 @@ class Run:
         report = Report(problems=logs.problems, files=logs.files_read, usable_files=logs.usable_files, whole=logs.whole)
         report.verdicts += judge.verdicts()
         for verdict in report.verdicts:
-            if not any(serves(log, verdict.model) for log in logs.engine_logs):
-                verdict.model = None
+            named_model(verdict, logs.engine_logs)
         report.verdicts += judge_orphans(logs.files, logs.pending.orphans(), logs.pending.unnamed)
-        report.verdicts += _missing(logs)
+        report.verdicts += [missing_verdict(log, n) for log, numbers in logs.missing_captures() for n in numbers]
         report.notes += [*logs.notes, *_notes(logs, report)]
         return report
 
@@ -88,14 +88,16 @@ class Run:
             raise missing[0]
 
     def _begin(self, contested: Contested | None) -> Logs:
-        self._reading = Reading(self._paths, self._executor)
+        self._reading = Reading(self._executor)
+        self._reading.add(self._paths)
         witnesses = Witnesses(lambda: self.logs.engine_logs, self._reading.engine_to_come)
         return Logs(Pending(witnesses, contested))
 
     def _read(self) -> Iterator[Case]:
         pending = self.logs.pending
-        for watermark in self._reading.into(self.logs):
-            yield from pending.ready(watermark)
+        with closing(self._reading):
+            for watermark in self._reading.into(self.logs):
+                yield from pending.ready(watermark)
         self.logs.end()
         yield from pending.rest()
 
@@ -121,6 +123,11 @@ class Judge:
         self._submit(engine_logs)
         while self._tasks:
             self._collect()
+
+    def drain(self) -> list[RequestVerdict]:
+        """The verdicts that have come since."""
+        verdicts, self._verdicts = self.verdicts(), {}
+        return verdicts
 
     def verdicts(self) -> list[RequestVerdict]:
         """In the order in which the requests began."""
@@ -158,16 +165,17 @@ def _order(item: tuple[Key, RequestVerdict]) -> tuple[float, float, int]:
     return verdict.ts or 0.0, start, number
 
 
-def _missing(logs: Logs) -> list[RequestVerdict]:
-    """Requests of which a log that is closed has the number and nothing else."""
-    verdicts = []
-    for log, numbers in logs.missing_captures():
-        for number in numbers[:1000]:
-            detail = "the log counts it and does not hold it: its lines were taken out"
-            place = log.place(1)
-            finding = Finding("TORN_RECORD", "log", Severity.UNKNOWN, detail, places=(place,))
-            verdicts.append(RequestVerdict(f"capture {number}", Verdict.INCOMPLETE, [finding]))
-    return verdicts
+def named_model(verdict: RequestVerdict, engine_logs: list[Log]) -> None:
+    """Keep the name of the model only where an engine serves it: clients choose those names."""
+    if not any(serves(log, verdict.model) for log in engine_logs):
+        verdict.model = None
+
+
+def missing_verdict(log: Log, number: int) -> RequestVerdict:
+    """On a request of which a log that is closed has the number and nothing else."""
+    detail = "the log counts it and does not hold it: its lines were taken out"
+    finding = Finding("TORN_RECORD", "log", Severity.UNKNOWN, detail, places=(log.place(1),))
+    return RequestVerdict(f"capture {number}", Verdict.INCOMPLETE, [finding])
 
 
 def _notes(logs: Logs, report: Report) -> list[str]:

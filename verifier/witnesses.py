@@ -22,6 +22,8 @@ class Witnesses:
 
     def obliged(self, capture: OpenCapture) -> bool:
         """May there be a log that would have to hold this reply's request? Once no, it stays no."""
+        if not self.engines_known():
+            return True
         if capture.begin is None or capture.end is None:
             return False
         begin, end = capture.life
