@@ -7,9 +7,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
 from sparseety.logwriter import LogWriter
-from sparseety.records import Gap, RequestFinished, Scope
+from sparseety.records import RequestFinished, Scope
 from sparseety.segments import Rotation
 from tests.logbook import EOS, WAIT, Logbook, until
 from tests.test_verifier_run import HELLO, WORLD
@@ -34,8 +33,11 @@ from verifier.watch import Watch
 SHELF = TokenizerShelf([])
 
 
-def watching(folder: Path, **keys: Any) -> "contextlib.closing[Watch]":
-    return contextlib.closing(Watch([str(folder)], SHELF, Inline(), folder / "verify-tokens.checkpoint", **keys))
+NOW = 1044.2  # a bit after the last record of `traffic`
+
+
+def watching(folder: Path, now: Callable[[], float] = lambda: NOW) -> "contextlib.closing[Watch]":
+    return contextlib.closing(Watch([str(folder)], SHELF, Inline(), folder / "verify-tokens.checkpoint", now))
 
 
 def polled(watch: Watch, times: int = 3) -> list[RequestVerdict]:
@@ -50,7 +52,7 @@ def brief(verdicts: list[RequestVerdict]) -> list[tuple[str | None, str, str, li
 
 
 def traffic() -> Logbook:
-    """Eight requests, one wrong; one that the engine never ended; ids that come twice."""
+    """Eight requests, one of them wrong, some with ids that come twice; and a client that left early."""
     book = Logbook()
     for number in range(8):
         text = " wOrld" if number == 3 else " world"
@@ -58,7 +60,7 @@ def traffic() -> Logbook:
         book.now += 5
     book.stream(None, [], finish=None, outcome="client_gone", end_marker=False)
     book.engine_request("chatcmpl-left", [HELLO], finish="abort")
-    book.engine.append(Gap(ts=book.tick(), reason="queue full", count=1, requests=[8]))
+    assert NOW - 3.5 < book.now < NOW - 3
     return book
 
 

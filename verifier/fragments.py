@@ -26,12 +26,11 @@ from sparseety.records import (
     RequestFinished,
     RequestStart,
     Response,
-    Row,
     Step,
     StreamDone,
 )
 
-_OF_THE_LOG = (LogOpen, LogClose, Gap, EngineStart, EngineEvent)
+_OF_THE_LOG = frozenset({LogOpen, LogClose, Gap, EngineStart, EngineEvent})
 _RUN_KINDS = ("text", "reasoning")
 
 Packed = bytes
@@ -175,7 +174,7 @@ def assort(path: Path, records: Iterable[tuple[int, AnyRecord]], problems: list[
     section: list[tuple[int, Any]] = []
     for item in records:
         line, record = item
-        if isinstance(record, _OF_THE_LOG):
+        if record.__class__ in _OF_THE_LOG:
             if refusal := refused(path, line, record):
                 return Parsed([*parts, *_section(section)], [*problems, refusal], refused=True)
             parts += [*_section(section), Single(line, record)]
@@ -199,9 +198,16 @@ def _section(items: list[tuple[int, Any]]) -> Iterable[Section]:
             captures[record.capture].append(item)
         elif kind is Step:
             for row in record.rows:
-                _row(rows, line, row)
-                if row.request not in served:
-                    served[row.request] = line, None, None
+                try:
+                    lines, first_indexes, counts, ids = rows[row.request]
+                except KeyError:
+                    lines, first_indexes, counts, ids = rows[row.request] = Rows([], [], [], [])
+                    served.setdefault(row.request, (line, None, None))
+                if row.ids:
+                    lines.append(line)
+                    first_indexes.append(row.first_index)
+                    counts.append(len(row.ids))
+                    ids += row.ids
         elif kind is RequestAdded:
             first, _, finished = served.get(record.request, (line, None, None))
             served[record.request] = first, record, finished
@@ -215,18 +221,6 @@ def _section(items: list[tuple[int, Any]]) -> Iterable[Section]:
         for number, known in served.items()
     ]
     yield Section(first_line, last_line, len(items), first.ts, last.ts, capture_parts, served_parts)
-
-
-def _row(rows: dict[int, Rows], line: int, row: Row) -> None:
-    if row.ids:
-        of_request = rows.get(row.request)
-        if of_request is None:
-            of_request = rows[row.request] = Rows([], [], [], [])
-        lines, first_indexes, counts, ids = of_request
-        lines.append(line)
-        first_indexes.append(row.first_index)
-        counts.append(len(row.ids))
-        ids += row.ids
 
 
 def _capture_part(number: int, records: list[tuple[int, Any]]) -> CapturePart:

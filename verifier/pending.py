@@ -71,6 +71,7 @@ class Pending:
         self._live = live
         self._ended: set[int] = set()  # id(log): no more will come
         self._orphans: list[Served] = []  # let go of
+        self._read_until = -math.inf
         self.contested = Contested()
         self.unnamed = Unnamed()
         self._witnesses, self._only = witnesses, only
@@ -174,6 +175,7 @@ class Pending:
 
     def ready(self, watermark: float) -> Iterator[Case]:
         """Requests that can be judged now that all logs are read to that time; they are forgotten."""
+        self._read_until = watermark
         while self._due and self._due[0][0] < watermark:
             _, log, number, what = heapq.heappop(self._due)
             if what == "served":
@@ -218,8 +220,9 @@ class Pending:
                 case = self._groups[capture.ids[0]].join(capture) if capture.ids else Case(capture)
                 self._settle(case)
                 yield case
-        for served in [one for one in self._served.values() if one.log is log and one.finished is None]:
-            self._let_go(served)
+        for served in self._served.values():
+            if served.log is log and served.finished is None:
+                heapq.heappush(self._due, (log.last_ts + HORIZON, id(log), served.number, "served"))
 
     def take_orphans(self) -> list[Served]:
         """Those that were let go of since."""
@@ -250,6 +253,11 @@ class Pending:
     def backlog(self) -> int:
         """Replies that ended and are not judged."""
         return sum(capture.end is not None and capture.past is None for capture in self._captures.values())
+
+    def _is_over(self, served: Served) -> bool:
+        """It ended so long ago that no reply will ask for it any more."""
+        end = served.finished.ts if served.finished else served.log.last_ts
+        return (served.finished is not None or id(served.log) in self._ended) and end + HORIZON < self._read_until
 
     def _let_go(self, served: Served) -> None:
         """Of an engine's request that no reply waits for."""
@@ -341,10 +349,9 @@ class Pending:
                     self._served.pop((id(served.log), served.number), None)
         group.captures = kept
         if self._live:
-            if not waiting:
-                for served in group.served:
-                    if served.taken and (served.finished or id(served.log) in self._ended):
-                        self._served.pop((id(served.log), served.number), None)
+            for served in group.served if not waiting else ():
+                if served.taken and self._is_over(served):
+                    self._served.pop((id(served.log), served.number), None)
             while len(self._past) > _PAST_KEPT:
                 del self._past[next(iter(self._past))]
         group.served = [one for one in group.served if (id(one.log), one.number) in self._served]

@@ -23,6 +23,7 @@ from verifier.marks import Mark
 from verifier.pending import NOTHING
 
 BLOCK_BYTES = 1 << 20  # read and decoded at once
+_FIRST_LINE = 1 << 16  # bytes of a first line, at most
 
 
 @dataclass(slots=True)
@@ -84,8 +85,9 @@ class Reading:
 
     def add(self, paths: Iterable[Path]) -> None:
         """Files to read, those that are known already among them."""
-        new = [path for path in paths if _stem(path) not in self._known and not (self._grows and _is_empty(path))]
-        for path, opening in opened(new):
+        for path, opening in opened(path for path in paths if _stem(path) not in self._known):
+            if self._grows and opening is None and _is_new(path):
+                continue  # it is known next time whose it is
             self._known.add(_stem(path))
             source = self._source(path, opening)
             mark = source.resume
@@ -111,8 +113,8 @@ class Reading:
 
     def engine_to_come(self) -> float:
         """When the first log begins that may be an engine's and was not opened; inf: there is none."""
-        if self._grows:
-            return math.inf
+        if self._grows:  # until there is one, there may be one at any time
+            return math.inf if any(source == "engine" for source, *_ in self._sources) else -math.inf
         return min((source.position for source in self._sources.values() if source.engine), default=math.inf)
 
     def into(self, logs: Logs) -> Iterator[float]:
@@ -143,7 +145,9 @@ class Reading:
 
     @property
     def all_ended(self) -> bool:
-        return all(source.ended for source in self._sources.values())
+        """Both kinds of witnesses were here, and all of them have closed their logs."""
+        kinds = {source for source, *_ in self._sources}
+        return kinds >= {"proxy", "engine"} and all(source.ended for source in self._sources.values())
 
     def marks(self, logs: Logs) -> Iterator[Mark]:
         """Where each log would have to be read from, to see again what is needed of the requests not judged."""
@@ -214,6 +218,7 @@ class Reading:
             return
         except OSError as error:
             raise SparseetyError(f"{path}: {error.strerror}") from None
+        source.number, source.offset = number, offset
         source.file = logs.file(path, mark if here else None)
 
 
@@ -230,9 +235,11 @@ def _stem(path: Path) -> str:
     return str(path.with_suffix("") if path.suffix == PACKED else path)
 
 
-def _is_empty(path: Path) -> bool:
-    """Its writer has just made it."""
+def _is_new(path: Path) -> bool:
+    """Its writer has not written its first line."""
     try:
-        return path.stat().st_size == 0
+        with path.open("rb") as file:
+            head = file.read(_FIRST_LINE)
+            return len(head) < _FIRST_LINE and b"\n" not in head
     except OSError:
         return True

@@ -5,7 +5,9 @@ other, lines were lost or changed, and nothing that this could explain may be bl
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import compress
 
 from sparseety.records import (
     Chunk,
@@ -194,13 +196,17 @@ def add_run(capture: Capture, offset: int, run: Run) -> None:
         return
     capture.choices[run.choice] = choice
     capture.events_seen = run.wire_index + len(run.pieces) - 1
-    at = [index for index, piece in enumerate(run.pieces) if piece is not None]
     pieces = [piece for piece in run.pieces if piece is not None]
+    lines: Iterable[int] = run.lines
+    times: Iterable[float] = run.times
+    if len(pieces) < len(run.pieces):
+        bears_text = [piece is not None for piece in run.pieces]
+        lines, times = compress(lines, bears_text), compress(times, bears_text)
     capture.chunks_seen += len(pieces)
     choice.pieces += pieces
-    choice.piece_lines += [offset + run.lines[index] for index in at]
+    choice.piece_lines += [offset + line for line in lines]
     choice.piece_kinds += [run.kind] * len(pieces)
-    choice.piece_times += [run.times[index] for index in at]
+    choice.piece_times += times
     choice.kinds.add(run.kind)
     choice.length += sum(map(len, pieces))
     for ids in run.token_ids or ():
