@@ -2,12 +2,17 @@
 
 import math
 import pickle
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sparseety.records import AnyRecord, Chunk, Gap, RequestAdded, RequestFinished, RequestStart, Response, StreamDone
 from verifier.fragments import Begin, End, Packed, Run
 from verifier.logs import CLOCK_SKEW, Log
 from verifier.requests import Capture, EngineRequest, Join, add_chunk, add_done, add_response, add_rows, add_run
+
+_PAST = struct.Struct("<ddIQI")
+_BEGIN = struct.Struct("<d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,23 @@ class Past:
     begins: tuple[float, ...]  # of the engine requests that it was judged by
     externals: int  # how many ids these bore
     judged: int  # in which order
+
+    def pack(self) -> bytes:
+        """In a fifth of the memory: there is one for each request of a log."""
+        return _PAST.pack(self.start, self.end, self.externals, self.judged, len(self.begins)) + b"".join(
+            map(_BEGIN.pack, self.begins)
+        )
+
+    @staticmethod
+    def unpack(data: bytes) -> "Iterator[Past]":
+        """Of as many as were packed, one behind the other."""
+        at = 0
+        while at < len(data):
+            start, end, externals, judged, count = _PAST.unpack_from(data, at)
+            at += _PAST.size
+            begins = tuple(_BEGIN.unpack_from(data, at + index * _BEGIN.size)[0] for index in range(count))
+            at += count * _BEGIN.size
+            yield Past(start, end, begins, externals, judged)
 
     def within(self, begin: float) -> bool:
         """Can the engine have begun this during that request?"""

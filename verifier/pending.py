@@ -78,7 +78,7 @@ class Pending:
         self._captures: dict[tuple[int, int], OpenCapture] = {}  # by (id(log), number)
         self._served: dict[tuple[int, int], Served] = {}
         self._groups: dict[str, Group] = {}
-        self._past: dict[int, list[Past]] = {}  # by hash of the id
+        self._past: dict[int, bytes] = {}  # by hash of the id
         self._judged_until: dict[int, float] = {}  # by id(log)
         self._due: list[tuple[float, int, int, str]] = []  # a heap: time, id(log), number, what
         self._order = itertools.count(1)  # of naming and judging
@@ -155,7 +155,7 @@ class Pending:
     def _judged(self, name: str, group: Group, since: float = math.inf) -> list[Past]:
         """Replies of that id that were judged before `since`."""
         here = [one.past for one in group.captures if one.past is not None and one.past.judged < since]
-        return [*self._past.get(hash(name), ()), *here]
+        return [*Past.unpack(self._past.get(hash(name), b"")), *here]
 
     def _look_at(self, capture: OpenCapture, ts: float) -> None:
         """Once all logs are read to that time and a bit further, it may be ready."""
@@ -342,7 +342,7 @@ class Pending:
             if past is None or any(not one.begin or one.begin.ts <= past.end + 2 * CLOCK_SKEW for one in waiting):
                 kept.append(capture)
                 continue
-            self._past.setdefault(hash(name), []).append(past)
+            self._past[hash(name)] = self._past.get(hash(name), b"") + past.pack()
             del self._captures[id(capture.log), capture.number]
             for served in group.served:
                 if began(served) in past.begins and not any(within(began(served), one) for one in waiting):

@@ -1,6 +1,7 @@
 """Read logs, join them, judge each request soon after it is read. The thin shell around the pure parts."""
 
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -148,6 +149,7 @@ class Judge:
         except WorkerDied:
             verdicts = [self._alone(case, engine_logs) for case in cases]
         for case, verdict in zip(cases, verdicts, strict=True):
+            share(verdict)
             self._verdicts[case.capture.log.writer, case.capture.number] = verdict
 
     def _alone(self, case: Case, engine_logs: list[Log]) -> RequestVerdict:
@@ -163,6 +165,17 @@ def _order(item: tuple[Key, RequestVerdict]) -> tuple[float, float, int]:
     """The same however the logs were read."""
     ((*_, start), number), verdict = item
     return verdict.ts or 0.0, start, number
+
+
+def share(verdict: RequestVerdict) -> None:
+    """Keep one copy of what many verdicts say: those of a large log are many."""
+    verdict.endpoint, verdict.model = _one(verdict.endpoint), _one(verdict.model)
+    if not verdict.findings:
+        verdict.findings = []  # the smallest that there is
+
+
+def _one(text: str | None) -> str | None:
+    return None if text is None else sys.intern(text)
 
 
 def named_model(verdict: RequestVerdict, engine_logs: list[Log]) -> None:
