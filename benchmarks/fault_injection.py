@@ -10,6 +10,7 @@ something before it is counted. Prints Markdown tables; exits with 1 where a goa
 
 import argparse
 import json
+import math
 import random
 import sys
 import unicodedata
@@ -36,10 +37,12 @@ from sparseety.records import (
     Usage,
 )
 from verifier.findings import RequestVerdict, Severity, Verdict
+from verifier.fragments import assort
 from verifier.gather import Logs
-from verifier.join import EngineIndex
 from verifier.judge import judge
+from verifier.pending import Pending
 from verifier.tokenizer import Tokenizer, load_tokenizer
+from verifier.witnesses import Witnesses
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,7 +123,7 @@ def serve(
 
 def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVerdict:
     """What the verifier says of it, by the records that proxy and plugin would have written."""
-    logs = Logs()
+    logs = Logs(Pending(Witnesses(lambda: logs.engine_logs, lambda: math.inf)))
     scope = Scope()
     opening = LogOpen(ts=1.0, format=1, source="proxy", host="h", pid=1, start=1.0, program="b", scope=scope)
     parameters = RequestParameters(
@@ -178,7 +181,7 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
             usage=Usage(completion_tokens=served.usage),
         )
     )
-    logs.add_file(Path("proxy"), enumerate(records, 1))
+    logs.file(Path("proxy")).take(assort(Path("proxy"), enumerate(records, 1), []))
     engine: list[AnyRecord] = [replace_source(opening)]
     identity = TokenizerIdentity(name="", vocab_size=max(tokenizer.table or {0: b""}) + 1)
     engine.append(EngineStart(ts=1.0, vllm="0.32.0", model="m", tokenizer=identity))
@@ -195,10 +198,9 @@ def verdict(tokenizer: Tokenizer, served: Served, *, api_ids: bool) -> RequestVe
     )
     recorder.step([Sampled("e", served.ids)])
     recorder.finished("e", finish_reason=served.engine_finish)
-    logs.add_file(Path("engine"), enumerate(engine, 1))
-    [capture] = logs.captures.values()
-    engines = EngineIndex(logs.engine.values(), [capture])
-    return judge(capture, engines.join(capture), logs.files[1:], lambda _: tokenizer)
+    logs.file(Path("engine")).take(assort(Path("engine"), enumerate(engine, 1), []))
+    [case] = logs.pending.rest()
+    return judge(*case.unpack(), logs.engine_logs, lambda _: tokenizer)
 
 
 def replace_source(opening: LogOpen) -> LogOpen:

@@ -18,9 +18,11 @@ from sparseety.segments import PACKED
 
 MAX_LINE_BYTES = 64 << 20  # a longer line is skipped
 _BLOCK = 1 << 20
+_HEAD = 1 << 12  # enough for a first line, as a rule
 _ZSTD_HEAD = 18  # bytes of a frame's head, at most
 
 _decode = msgspec.json.Decoder(AnyRecord).decode
+_decode_lines = msgspec.json.Decoder(AnyRecord).decode_lines
 _decode_any = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 # A record's start cannot stand inside another record: quotes in strings are escaped, and records do not nest.
@@ -73,20 +75,27 @@ def find_logs(arguments: Iterable[str]) -> list[Path]:
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
     """The same files, each writer's segments in the order in which it wrote them, whatever their names are now."""
+    return [path for path, _ in opened(paths)]
 
-    def key(path: Path) -> tuple[float, str, str, int, int]:
-        opening = _opening(path)
+
+def opened(paths: Iterable[Path]) -> list[tuple[Path, LogOpen | None]]:
+    """The same with how each begins; None: its first line is lost, or the file is."""
+
+    def key(item: tuple[Path, LogOpen | None]) -> tuple[float, str, str, int, int]:
+        _, opening = item
         if opening is None:
             return 0.0, "", "", 0, 0
         return opening.start, opening.source, opening.host, opening.pid, opening.segment
 
-    return sorted(paths, key=key)  # by name where that does not decide: sorting is stable
+    # By name where that does not decide: sorting is stable.
+    return sorted(((path, opening_of(path)) for path in paths), key=key)
 
 
-def _opening(path: Path) -> LogOpen | None:
-    with contextlib.suppress(OSError):
-        for _, record in read_log(path, lambda problem: None):
-            return record if isinstance(record, LogOpen) else None
+def opening_of(path: Path) -> LogOpen | None:
+    with contextlib.suppress(OSError), BlockReader(path, lambda problem: None, _HEAD) as reader:
+        if (block := reader.read()) is not None:
+            for _, record in block_records(path, block, lambda problem: None):
+                return record if isinstance(record, LogOpen) else None
     return None
 
 
@@ -96,18 +105,21 @@ def read_log(path: Path, on_problem: OnProblem) -> Iterator[tuple[int, AnyRecord
     A file of a format version this release cannot read yields nothing. Memory is bounded by the longest line that is
     read. Raises OSError.
     """
-    number = 0
-    try:
-        with _open(path) as file:
-            for number, line in _lines(path, file, on_problem):
-                for record in _records(path, number, line, on_problem):
-                    if isinstance(record, LogOpen) and record.format != FORMAT_VERSION:
-                        message = f"format {record.format}; this release reads format {FORMAT_VERSION} only"
-                        on_problem(LogProblem(path, number, "SCHEMA_UNKNOWN", message))
-                        return
-                    yield number, record
-    except _Damaged as error:
-        on_problem(LogProblem(path, number + 1, "TORN_RECORD", str(error)))
+    with BlockReader(path, on_problem) as reader:
+        while block := reader.read():
+            for number, record in block_records(path, block, on_problem):
+                if refusal := refused(path, number, record):
+                    on_problem(refusal)
+                    return
+                yield number, record
+
+
+def refused(path: Path, number: int, record: AnyRecord) -> LogProblem | None:
+    """Why no more of this file can be read: it begins with a format that this release does not know."""
+    if not isinstance(record, LogOpen) or record.format == FORMAT_VERSION:
+        return None
+    message = f"format {record.format}; this release reads format {FORMAT_VERSION} only"
+    return LogProblem(path, number, "SCHEMA_UNKNOWN", message)
 
 
 # ------------------------------------------------------------------------------------------------- bytes to lines
@@ -175,23 +187,124 @@ def _unpack(path: Path, file: BinaryIO) -> _Unpacked:
     return _Unpacked(file, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read, size)
 
 
-def _lines(path: Path, file: BinaryIO, on_problem: OnProblem) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of each line that is neither blank nor too long."""
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES):
-        number += 1
-        while len(line) == MAX_LINE_BYTES and not line.strip(b"\0"):  # a hole: the file was cut under its writer
-            line = b"\0" + file.readline(MAX_LINE_BYTES - 1)
-        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES)
-            message = f"a line of more than {MAX_LINE_BYTES >> 20} MiB; it is skipped"
-            on_problem(LogProblem(path, number, "TORN_RECORD", message))
-        elif not line.isspace():
-            yield number, line
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole lines of a file; at its very end perhaps a torn one."""
+
+    number: int  # of the first line, from 1
+    offset: int  # of the first line, bytes of unpacked content
+    data: bytes
+
+
+class BlockReader:
+    """Cuts a file into blocks of whole lines, so that lines can be decoded many at a time, and elsewhere."""
+
+    def __init__(self, path: Path, on_problem: OnProblem, size: int = _BLOCK, number: int = 1, offset: int = 0) -> None:
+        """Begin at a line and its offset in the unpacked content. Raises OSError."""
+        self._path, self._on_problem, self._size = path, on_problem, size
+        self._number, self._offset = number, offset
+        self._rest = bytearray()  # of a line whose end was not read so far
+        self._rest_bytes = 0  # what it took in the file
+        self._skipping = False  # in a line that is too long
+        self._file = _open(path)
+        if offset and path.suffix in (PACKED, ".gz"):
+            while offset and (data := self._file.read(min(offset, _BLOCK))):
+                offset -= len(data)
+        elif offset:
+            self._file.seek(offset)
+
+    def __enter__(self) -> "BlockReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(number, offset) of the line after those that were read."""
+        return self._number, self._offset
+
+    def read(self, *, grows: bool = False) -> Block | None:
+        """The next block; None: there is none, so far. grows: a last line without its end may still get one."""
+        while True:
+            try:
+                data = self._file.read1(self._size)  # type: ignore[attr-defined]  # each that _open returns has it
+            except _Damaged as error:
+                self._on_problem(LogProblem(self._path, self._number, "TORN_RECORD", str(error)))
+                data = b""
+            if not data:
+                return None if grows else self._end()
+            if self._skipping:
+                data = self._skip(data)
+            if block := self._cut(data):
+                return block
+
+    def _end(self) -> Block | None:
+        if self._skipping:
+            self._too_long()
+        if not self._rest:
+            return None
+        block = Block(self._number, self._offset, bytes(self._rest))
+        self._number, self._offset = self._number + 1, self._offset + self._rest_bytes
+        self._rest, self._rest_bytes = bytearray(), 0
+        return block
+
+    def _cut(self, data: bytes) -> Block | None:
+        cut = data.rfind(b"\n") + 1
+        if not cut:
+            self._rest += data
+            self._rest_bytes += len(data)
+            if len(self._rest) >= MAX_LINE_BYTES and self._rest.startswith(b"\0"):
+                self._rest[:] = b"\0" + self._rest.lstrip(b"\0")  # a hole: the file was cut under its writer
+            if len(self._rest) >= MAX_LINE_BYTES:
+                self._offset += self._rest_bytes
+                self._skipping, self._rest, self._rest_bytes = True, bytearray(), 0
+            return None
+        block = Block(self._number, self._offset, bytes(self._rest) + data[:cut])
+        self._number += block.data.count(b"\n")
+        self._offset += self._rest_bytes + cut
+        self._rest, self._rest_bytes = bytearray(data[cut:]), len(data) - cut
+        return block
+
+    def _skip(self, data: bytes) -> bytes:
+        """What follows the line that is too long."""
+        cut = data.find(b"\n") + 1
+        self._offset += cut or len(data)
+        if not cut:
+            return b""
+        self._too_long()
+        return data[cut:]
+
+    def _too_long(self) -> None:
+        message = f"a line of more than {MAX_LINE_BYTES >> 20} MiB; it is skipped"
+        self._on_problem(LogProblem(self._path, self._number, "TORN_RECORD", message))
+        self._number, self._skipping = self._number + 1, False
 
 
 # ----------------------------------------------------------------------------------------------- lines to records
+
+
+def block_records(path: Path, block: Block, on_problem: OnProblem) -> Iterable[tuple[int, AnyRecord]]:
+    """(line number, record) of each usable record; what is not usable goes to `on_problem`."""
+    data = block.data
+    lines = data.count(b"\n")
+    # Each line begins an object, and there are as many objects as lines: then one stands on each.
+    if data.startswith(b"{") and data.endswith(b"\n") and data.count(b"\n{") == lines - 1:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            records = _decode_lines(data)
+            if len(records) == lines:
+                return enumerate(records, block.number)
+    return _line_by_line(path, block, on_problem)
+
+
+def _line_by_line(path: Path, block: Block, on_problem: OnProblem) -> Iterator[tuple[int, AnyRecord]]:
+    for number, line in enumerate(io.BytesIO(block.data), block.number):
+        if not line.isspace():
+            for record in _records(path, number, line, on_problem):
+                yield number, record
 
 
 def _records(path: Path, number: int, line: bytes, on_problem: OnProblem) -> Iterator[AnyRecord]:

@@ -3,8 +3,6 @@
 import errno
 import logging
 import os
-import re
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ from sparseety.records import (
     concerns_none,
     subjects,
 )
-from sparseety.segments import Displaced, Rotation, Segment, segment_name
+from sparseety.segments import Displaced, Rotation, Segment, segment_name, this_host
 from sparseety.tidy import Tidier
 
 log = logging.getLogger("sparseety.log")
@@ -111,7 +109,7 @@ class LogWriter:
             ts=start,
             format=FORMAT_VERSION,
             source=source,
-            host=re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "host",
+            host=this_host(),
             pid=os.getpid(),
             start=start,
             program=f"sparseety {sparseety.__version__}",

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,11 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 
 def segment_name(source: Source, host: str, pid: int, start: float, number: int) -> str:
     return f"{source}-{host}-{pid}-{round(start * 1e6)}.{number:05d}.jsonl"
+
+
+def this_host() -> str:
+    """The name that this machine goes by in logs."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "host"
 
 
 _NAME = re.compile(r"(?P<source>[a-z]+)-(?P<host>.+)-\d+-\d+\.\d+\.jsonl(\.zst)?")

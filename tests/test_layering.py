@@ -27,7 +27,7 @@ ALLOWED = {
         "uvloop",
     },
     "sampler_hook": {"sparseety", "msgspec"},
-    "verifier": {"sparseety", "msgspec", "tokenizers", "huggingface_hub", "packaging"},
+    "verifier": {"sparseety", "msgspec", "prometheus_client", "tokenizers", "huggingface_hub", "packaging"},
 }
 # inside functions only: loaded where and when it is there
 ALLOWED_LATE = {

@@ -15,11 +15,13 @@ from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
 from verifier import explain, exports, output
 from verifier.bundle import write_bundle
+from verifier.executor import Inline, collect_seldom
 from verifier.findings import Report
-from verifier.known import load_known
+from verifier.judging import judge_cases, tokenizers
+from verifier.known import Waivers, load_known
 from verifier.options import JudgeOptions
 from verifier.progress import Progress
-from verifier.run import Case, verify
+from verifier.run import Run, verify
 from verifier.selection import Selection, names_of, point_in_time
 from verifier.tokenizer import TokenizerShelf
 
@@ -42,10 +44,13 @@ def _main(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     now = time.time()
     known = load_known(options.known, datetime.fromtimestamp(now, UTC).date()) if options.known else None
+    if options.watch:
+        return _watch(options, known)
+    collect_seldom()
     selection = _selection(options, now)
     progress = Progress(wanted=not options.quiet)
     try:
-        report = verify(find_logs(options.paths), _shelf(options), _judge_options(options), progress)
+        report = verify(find_logs(options.paths), _shelf(options), options.jobs, _judge_options(options), progress)
     finally:
         progress.clear()
     _select(report, selection)
@@ -67,26 +72,55 @@ def _main(argv: Sequence[str] | None) -> int:
     return exit_code
 
 
+def _watch(options: argparse.Namespace, known: Waivers | None) -> int:
+    """Follow logs until a signal comes."""
+    for name in ("since", "until", "request_id", "jsonl", "junit", "prom_textfile"):
+        if getattr(options, name):
+            raise SparseetyError(f"--{name.replace('_', '-')} is for logs that have an end, not for --watch")
+    from verifier import watching  # here: it needs the metrics' library, which a single run does not
+
+    settings = watching.Settings(
+        paths=options.paths,
+        checkpoint=options.checkpoint,
+        jobs=options.jobs,
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
+        summary_seconds=options.summary_seconds,
+        min_coverage=options.min_coverage,
+        json=options.json,
+        verbose=options.verbose,
+        quiet=options.quiet,
+        show_text=options.show_text,
+    )
+    return watching.run(settings, _shelf(options), _judge_options(options), known)
+
+
 def _explain(options: argparse.Namespace) -> int:
     """Everything about one request."""
-    report = Report()
-    judge_options = JudgeOptions(drift=True, tool_parser=options.tool_call_parser)
-    case = Case(find_logs(options.paths), _shelf(options), report, judge_options)
-    wanted = [capture for capture in case.captures() if explain.is_named(capture, options.request)]
+    shelf, wanted = _shelf(options), {}
+    run = Run(find_logs(options.paths), shelf, Inline())
+    for case in run.cases():
+        if explain.is_named(case.capture, options.request):
+            wanted[case.capture.log.writer, case.capture.number] = case
     if not wanted:
         raise SparseetyError(f'no request "{options.request}" in these logs; -v lists all of them')
     if options.bundle and len(wanted) > 1:
         raise SparseetyError(
             f'{len(wanted)} requests are called "{options.request}"; a bundle is of one: give its UUID'
         )
-    for capture in wanted:
-        verdict, join = case.judge(capture), case.index.join(capture)
-        for line in explain.lines(capture, join, verdict, case.tokenizer_of, options.show_text):
+    run.check_tokenizers()
+    report = Report()
+    judge_options = JudgeOptions(drift=True, tool_parser=options.tool_call_parser)
+    for case in wanted.values():
+        [verdict] = judge_cases([case], run.logs.engine_logs, shelf, judge_options)
+        capture, join = case.unpack()
+        tokenizer_of = tokenizers(shelf).of
+        for line in explain.lines(capture, join, verdict, tokenizer_of, options.show_text):
             print(line)
         report.verdicts.append(verdict)
         if options.bundle:
             engines = [engine for engines in join.choices.values() for engine in engines]
-            explained = explain.lines(capture, join, verdict, case.tokenizer_of, True)
+            explained = explain.lines(capture, join, verdict, tokenizer_of, True)
             write_bundle(options.bundle, find_logs(options.paths), capture, engines, verdict, explained)
             print(
                 f"note: {options.bundle} holds the text and the ids; look through it before it goes out",
@@ -173,6 +207,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="share of ended, in-scope requests that must be judged for exit code 0 (default 1.0)",
     )
+    parser.add_argument(
+        "--jobs", type=_positive, metavar="N", help="processes to read and judge with (default: as many as CPUs)"
+    )
+    watch = parser.add_argument_group("following logs that grow")
+    watch.add_argument(
+        "--watch",
+        action="store_true",
+        help="judge each request soon after it ends, until SIGINT or SIGTERM; prints what does not pass",
+    )
+    watch.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="where to go on after a restart (default: verify-tokens.checkpoint in the first folder)",
+    )
+    watch.add_argument("--metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there (0: any port)")
+    watch.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST", help="address to serve them on")
+    watch.add_argument(
+        "--summary-seconds", type=float, default=60.0, metavar="N", help="sum up on stderr as often (0: never)"
+    )
     parser.add_argument("--version", action="version", version=f"sparseety {sparseety.__version__}")
     return parser
 
@@ -223,6 +277,13 @@ def _named_path(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
 def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
@@ -245,8 +306,8 @@ def _print_text(report: Report, options: argparse.Namespace) -> None:
     if not options.quiet:
         for verdict in report.verdicts:
             lines += output.request_lines(verdict, options.show_text, options.verbose)
-    for line in [*lines, *([""] if lines else []), *output.summary_lines(report)]:
-        print(line)
+    for line in [*lines, *([""] if lines else []), *report.totals.lines()]:
+        print(output.printable(line))
 
 
 if __name__ == "__main__":

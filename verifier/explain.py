@@ -7,19 +7,19 @@ from itertools import accumulate
 from verifier.choice import TokenizerOf
 from verifier.expect import TextRules, from_replay, from_table
 from verifier.findings import RequestVerdict
-from verifier.join import Join
 from verifier.output import printable, quote, request_lines
-from verifier.requests import Capture, Delivered, EngineRequest
+from verifier.packed import OpenCapture
+from verifier.requests import Capture, Delivered, EngineRequest, Join
 from verifier.tokenizer import NoTokenizer
 
 _AROUND = 6  # chunks shown before and after the first faulty one; all where there is no fault and they are few
 _FEW = 40
 
 
-def is_named(capture: Capture, name: str) -> bool:
+def is_named(capture: OpenCapture, name: str) -> bool:
     """Is this the request that somebody calls so?"""
-    start = capture.start
-    return name in capture.response_ids or (start is not None and name in (start.uuid, start.x_request_id))
+    begin = capture.begin
+    return name in capture.ids or (begin is not None and name in (begin.uuid, begin.x_request_id))
 
 
 def lines(

@@ -8,16 +8,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from sparseety.errors import SparseetyError
-from verifier.findings import PASSED, Finding, Report, RequestVerdict, Severity, Verdict
+from verifier.findings import JUDGED, PASSED, Finding, Report, RequestVerdict, Severity, Verdict
 from verifier.output import describe, printable
 
-_JUDGED = (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)
-_LEVELS = {Severity.WAIVED: "waived", Severity.INFO: "info", Severity.UNKNOWN: "warn", Severity.FAULT: "error"}
+LEVELS = {Severity.WAIVED: "waived", Severity.INFO: "info", Severity.UNKNOWN: "warn", Severity.FAULT: "error"}
 
 
 def junit(report: Report) -> bytes:
     """A test case for each judged request: a fault is a failure, what could not be checked is skipped. No content."""
-    judged = [verdict for verdict in report.verdicts if verdict.verdict in _JUDGED]
+    judged = [verdict for verdict in report.verdicts if verdict.verdict in JUDGED]
     counts = report.counts()
     suite = ElementTree.Element(
         "testsuite",
@@ -56,13 +55,13 @@ def prometheus(report: Report, exit_code: int, now: float) -> bytes:
     findings: Counter[tuple[str, str, str]] = Counter()
     by_model: dict[str, list[RequestVerdict]] = {}
     for verdict in report.verdicts:
-        if verdict.verdict not in _JUDGED:
+        if verdict.verdict not in JUDGED:
             continue
         model = verdict.model or ""
         by_model.setdefault(model, []).append(verdict)
         requests[model, verdict.verdict.value] += 1
         for code, severity in {(finding.code, finding.severity) for finding in verdict.findings}:
-            findings[model, code, _LEVELS[severity]] += 1
+            findings[model, code, LEVELS[severity]] += 1
     lines = _gauge("requests", "Requests of the last run, by verdict.")
     for model, value in sorted(requests):
         lines.append(_sample("requests", requests[model, value], model_name=model, verdict=value))
@@ -72,7 +71,7 @@ def prometheus(report: Report, exit_code: int, now: float) -> bytes:
         lines.append(_sample("findings", count, model_name=model, code=code, severity=level))
     lines += _gauge("coverage_ratio", "Judged requests of those that ended and were in scope.")
     for model, verdicts in sorted(by_model.items()):
-        coverage = Report(verdicts).coverage
+        coverage = Report(verdicts).totals.coverage
         lines.append(_sample("coverage_ratio", coverage or 0, model_name=model))
     lines += _gauge("completion_timestamp_seconds", "When the last run ended.")
     lines.append(_sample("completion_timestamp_seconds", now))

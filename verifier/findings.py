@@ -6,6 +6,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from sparseety.logreader import LogProblem
 
 Axis = Literal["text", "ids", "protocol", "log"]
@@ -74,6 +76,7 @@ class RequestVerdict:
     rules: list[str] = field(default_factory=list)  # without an engine's log: which rules of the stream alone ran
     retokenized: int = 0  # ids compared with those of the text tokenized anew
     drifted: int = 0  # of these, ids that stand for another piece of the text
+    seconds: float = field(default=0.0, compare=False)  # that judging it took
 
     def settle(self) -> "RequestVerdict":
         """Let the findings decide: a fault fails, else an unknown leaves it incomplete."""
@@ -91,6 +94,107 @@ def place(path: Path, line: int) -> str:
 
 
 PASSED, FAILED, INCOMPLETE, DAMAGED = 0, 1, 3, 4
+JUDGED = (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)
+
+
+class Totals(msgspec.Struct):
+    """Sums over verdicts, as they come."""
+
+    verdicts: dict[str, int] = {}
+    tokens: int = 0  # of what was judged
+    checked: int = 0
+    passes: dict[str, int] = {}  # passes by what is worth knowing of them
+    aside: dict[str, int] = {}  # requests that were not judged, by why
+    waived: dict[str, dict[str, int]] = {}  # waived findings by code and reference
+    retokenized: int = 0  # ids compared with those of the text tokenized anew
+    drifted: int = 0  # of these, ids that stand for another piece of the text
+
+    def add(self, verdict: RequestVerdict) -> None:
+        kind = verdict.verdict
+        _count(self.verdicts, kind.value)
+        codes = sorted({finding.code for finding in verdict.findings})
+        self.retokenized += verdict.retokenized
+        self.drifted += verdict.drifted
+        for finding in verdict.findings:
+            if finding.severity is Severity.WAIVED:
+                _count(self.waived.setdefault(finding.code, {}), finding.waived_by or "")
+        if kind in JUDGED:
+            self.tokens += verdict.tokens
+            self.checked += verdict.checked
+        if kind is Verdict.PASS:
+            for code in sorted({finding.code for finding in verdict.findings if finding.severity is Severity.INFO}):
+                _count(self.passes, code)
+        elif kind not in JUDGED:
+            for code in codes:
+                _count(self.aside, code)
+
+    def of(self, verdict: Verdict) -> int:
+        return self.verdicts.get(verdict.value, 0)
+
+    @property
+    def judged(self) -> int:
+        return sum(map(self.of, JUDGED))
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of ended, in-scope requests that were judged pass or fail; None where there are none."""
+        total = self.judged
+        return (total - self.of(Verdict.INCOMPLETE)) / total if total else None
+
+    def exit_code(self, min_coverage: float, *, whole: bool, usable: bool) -> int:
+        """whole: no line is missing or unusable. usable: nothing was there, or at least one file could be read."""
+        if self.of(Verdict.FAIL):
+            return FAILED
+        if not usable:
+            return DAMAGED
+        coverage = self.coverage
+        if coverage is None or coverage < min_coverage or not (whole or min_coverage < 1):
+            return INCOMPLETE
+        return PASSED
+
+    def lines(self) -> list[str]:
+        """For people: what a run or a watch sums up to."""
+        passed, failed, incomplete = map(self.of, JUDGED)
+        found = [
+            f"{numbered(self.judged, 'request')}: {passed} pass, {failed} fail, {incomplete} incomplete; "
+            f"{self.checked} of {numbered(self.tokens, 'token')} checked"
+        ]
+        waived = {f"{code} ({name})": n for code, names in self.waived.items() for name, n in names.items()}
+        for title, counts in (("of the passes", self.passes), ("waived faults", waived), ("not judged", self.aside)):
+            if counts:
+                found.append(f"{title}: " + ", ".join(f"{n} {what}" for what, n in Counter(counts).most_common()))
+        if self.retokenized:
+            rate = 1000 * self.drifted / self.retokenized
+            of = f"{self.drifted} of {numbered(self.retokenized, 'token')}"
+            found.append(f"tokenized anew: {rate:.1f} of 1,000 tokens drifted ({of})")
+        return found
+
+
+def _count(counts: dict[str, int], key: str) -> None:
+    counts[key] = counts.get(key, 0) + 1
+
+
+def numbered(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+PROBLEMS_KEPT = 5  # of each file
+
+
+@dataclass(slots=True)
+class Problems:
+    """Unusable lines: how many in each file, and the first few of them. All lines of a large file may be so."""
+
+    first: list[LogProblem] = field(default_factory=list)
+    counts: Counter[Path] = field(default_factory=Counter)
+
+    def add(self, problem: LogProblem) -> None:
+        self.counts[problem.path] += 1
+        if self.counts[problem.path] <= PROBLEMS_KEPT:
+            self.first.append(problem)
+
+    def __len__(self) -> int:
+        return self.counts.total()
 
 
 @dataclass(slots=True)
@@ -98,7 +202,7 @@ class Report:
     """Everything a run found out."""
 
     verdicts: list[RequestVerdict] = field(default_factory=list)
-    problems: list[LogProblem] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)  # what explains the outcome as a whole
     files: int = 0
     usable_files: int = 0
@@ -108,19 +212,12 @@ class Report:
         return Counter(verdict.verdict for verdict in self.verdicts)
 
     @property
-    def coverage(self) -> float | None:
-        """Share of ended, in-scope requests that were judged pass or fail; None where there are none."""
-        counts = self.counts()
-        judged = counts[Verdict.PASS] + counts[Verdict.FAIL]
-        total = judged + counts[Verdict.INCOMPLETE]
-        return judged / total if total else None
+    def totals(self) -> Totals:
+        totals = Totals()
+        for verdict in self.verdicts:
+            totals.add(verdict)
+        return totals
 
     def exit_code(self, min_coverage: float) -> int:
-        if self.counts()[Verdict.FAIL]:
-            return FAILED
-        if self.problems and not self.usable_files:
-            return DAMAGED
-        coverage = self.coverage
-        if coverage is None or coverage < min_coverage or not (self.whole or min_coverage < 1):
-            return INCOMPLETE
-        return PASSED
+        usable = not self.problems or bool(self.usable_files)
+        return self.totals.exit_code(min_coverage, whole=self.whole, usable=usable)

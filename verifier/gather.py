@@ -1,153 +1,323 @@
-"""Gather the records of all logs by request. Pure: records in, requests out."""
+"""Put together what the logs hold of each request, block by block. Pure: fragments in, requests out."""
 
-from collections.abc import Iterable
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparseety.records import (
-    AnyRecord,
-    Chunk,
-    EngineEvent,
-    EngineStart,
-    Gap,
-    LogClose,
-    LogOpen,
-    RequestAdded,
-    RequestFinished,
-    RequestStart,
-    Response,
-    Step,
-    StreamDone,
-)
-from verifier.logs import Log, Loss
-from verifier.requests import Capture, EngineRequest, add_chunk, add_done, add_response, add_row
-
-Writer = tuple[str, str, int, float] | Path
-"""Who wrote a file: (source, host, pid, start); its path where the first line is lost."""
+from sparseety.logreader import LogProblem
+from sparseety.records import EngineEvent, EngineStart, Gap, LogClose, LogOpen
+from sparseety.segments import PACKED
+from verifier.findings import Problems
+from verifier.fragments import CapturePart, Parsed, Section, ServedPart, Single
+from verifier.logs import Log, Loss, Writer
+from verifier.marks import LogState, Mark
+from verifier.numbers import Numbers
+from verifier.packed import OpenCapture, Served
+from verifier.pending import Pending, Waiting
 
 
 @dataclass(slots=True)
+class Ledger:
+    """Which requests of a log were seen so far, judged ones too."""
+
+    log: Log
+    last_line: int = 0
+    captures: Numbers = field(default_factory=Numbers)
+    served: Numbers = field(default_factory=Numbers)
+    old_captures: Numbers = field(default_factory=Numbers)  # judged before a restart: passed over
+    old_served: Numbers = field(default_factory=Numbers)
+
+    def state(self) -> LogState:
+        log = self.log
+        return LogState(
+            log.first_ts,
+            log.last_ts,
+            self.last_line,
+            log.closed,
+            log.sampled,
+            log.silent,
+            log.damaged,
+            log.miscounted,
+            log.next_segment,
+            log.opening,
+            log.engine,
+        )
+
+    def restore(self, state: LogState) -> None:
+        log = self.log
+        log.first_ts, log.last_ts, self.last_line = state.first_ts, state.last_ts, state.last_line
+        log.closed, log.sampled, log.damaged = state.closed, state.sampled, state.damaged
+        log.silent = state.silent
+        log.miscounted, log.next_segment = state.miscounted, state.next_segment
+        log.opening, log.engine = state.opening, state.engine
+
+
 class Logs:
-    """Everything that was read, by request. A request is known by its writer and the writer's number for it."""
+    """Everything that was read and is not judged. A request is known by its writer and the writer's number for it."""
 
-    files: list[Log] = field(default_factory=list)  # one for each writer
-    captures: dict[tuple[int, int], Capture] = field(default_factory=dict)  # by (id(log), number)
-    engine: dict[tuple[int, int], EngineRequest] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    _writers: dict[Writer, tuple[Log, int]] = field(default_factory=dict)  # and the last line of its log so far
-    _segments: set[tuple[Writer, int]] = field(default_factory=set)
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        self.files: list[Log] = []  # one for each writer
+        self.block = 0  # number of the block that is being taken
+        self.notes: list[str] = []
+        self.problems = Problems()
+        self.files_read = self.usable_files = 0
+        self.whole = True  # False: lines are missing or unusable, and with them perhaps whole requests
+        self._ledgers: dict[Writer, Ledger] = {}
+        self._segments: set[tuple[Writer, int]] = set()
 
-    def add_file(self, path: Path, records: Iterable[tuple[int, AnyRecord]]) -> list[Log]:
-        """Take the records of one file; a writer's segments in their order. Returns the logs that it held part of.
+    @property
+    def engine_logs(self) -> list[Log]:
+        return [log for log in self.files if log.opening and log.opening.source == "engine"]
 
-        A file is of one writer, as a rule. One that was put together from several is taken apart again; a segment
-        that was read before (a copy) is left out.
-        """
-        touched: list[Log] = []
-        log: Log | None = None
-        writer: Writer = path
-        offset = count = 0
-        skipping = False
-        for number, record in records:
-            if isinstance(record, LogOpen):
-                writer = (record.source, record.host, record.pid, record.start)
-                skipping = (writer, record.segment) in self._segments
-                if skipping:
-                    self.notes.append(f"{path}: a copy of what was read already; it is left out")
-                    continue
-                self._segments.add((writer, record.segment))
-                log = None
-            if skipping:
-                continue
-            if log is None:
-                log, offset = self._open(writer, path, number, record.ts)
-                touched.append(log)
-                count = 0
-            line = offset + number
-            if isinstance(record, LogClose) and record.records != count:
-                log.damaged = log.miscounted = True
-                self.notes.append(f"{path}: it had {record.records} records when it was closed; {count} could be read")
-            self._add(log, line, record)
-            count += 1
-            log.last_ts = record.ts
-            self._writers[writer] = log, line
-        return touched
+    @property
+    def any_captures(self) -> bool:
+        return any(ledger.captures for ledger in self._ledgers.values())
 
-    def _open(self, writer: Writer, path: Path, number: int, ts: float) -> tuple[Log, int]:
-        """The writer's log, and what to add to a line number of this file for its number in the log."""
-        known = self._writers.get(writer)
-        if known is None:
-            log, last_line = Log(path, first_ts=ts), 0
+    def engines_in_use(self) -> list[Log]:
+        """Logs with requests of an engine."""
+        return [ledger.log for ledger in self._ledgers.values() if ledger.served]
+
+    def file(self, path: Path, mark: Mark | None = None) -> "LogFile":
+        """Take a file; a writer's segments in their order. mark: what comes begins there."""
+        file = LogFile(self, path)
+        if mark is not None and mark.number > 1:
+            file.resume(mark)
+        return file
+
+    def restore(self, mark: Mark) -> None:
+        """Before anything is read."""
+        ledger = self.ledger(mark.writer, Path(mark.path), 0.0)
+        ledger.captures, ledger.old_captures = Numbers(mark.captures), Numbers(mark.captures)
+        ledger.served, ledger.old_served = Numbers(mark.served), Numbers(mark.served)
+        if mark.state is not None:
+            ledger.restore(mark.state)
+
+    def known(self, writer: Writer) -> Ledger | None:
+        return self._ledgers.get(writer)
+
+    def with_judged(self, mark: Mark, waiting: Waiting) -> Mark:
+        """Add which requests are not to be judged again."""
+        if (ledger := self._ledgers.get(mark.writer)) is not None:
+            mark.captures = ledger.captures.without(waiting.captures)
+            mark.served = ledger.served.without(waiting.served)
+        return mark
+
+    def missing_of(self, ledger: Ledger) -> list[int]:
+        """Numbers that this log has given and whose records it does not hold. Some, where many."""
+        log = ledger.log
+        if not log.closed:
+            return []
+        first = 1 if log.opening and log.opening.segment == 0 else None
+        return list(itertools.islice(ledger.captures.missing(first), 1000))
+
+    def ledger(self, writer: Writer, path: Path, ts: float) -> Ledger:
+        if writer not in self._ledgers:
+            log = Log(path, writer, first_ts=ts)
             self.files.append(log)
-        else:
-            log, last_line = known
-        offset = last_line - (number - 1)
-        log.begin_file(path, last_line, offset)
-        return log, offset
+            self._ledgers[writer] = Ledger(log)
+        return self._ledgers[writer]
 
-    def _add(self, log: Log, line: int, record: AnyRecord) -> None:
+    def is_copy(self, writer: Writer, segment: int) -> bool:
+        if (writer, segment) in self._segments:
+            return True
+        self._segments.add((writer, segment))
+        return False
+
+    def end(self) -> None:
+        """No more will be read."""
+        for log in self.pending.logs_without_added():  # whose steps these are stood in a line that is not here
+            log.damaged = True
+        self.whole = self.whole and not any(log.closed and log.miscounted for log in self.files)
+
+    def missing_captures(self) -> list[tuple[Log, list[int]]]:
+        """Requests that a proxy's log has numbered and does not hold: its lines were taken out. Some, where many.
+
+        In a log that is still written, a number without records may be a request whose body is still arriving.
+        """
+        missing = ((ledger.log, self.missing_of(ledger)) for ledger in self._ledgers.values())
+        return [(log, numbers) for log, numbers in missing if numbers]
+
+
+class LogFile:
+    """One file of a log. It is of one writer, as a rule: one that was put together from several is taken apart again,
+    and a segment that was read before (a copy) is left out."""
+
+    def __init__(self, logs: Logs, path: Path) -> None:
+        self._logs, self.path, self._pending = logs, path, logs.pending
+        self._touched: list[Log] = []
+        self._problems = False
+        self._holes = False  # an unusable line within it
+        self._writer: Writer = ("", str(path), 0, 0.0)
+        self._ledger: Ledger | None = None
+        self._offset = 0  # from a line of this file to one of the log
+        self._count = 0
+        self._copy = False
+        self.refused = False  # of an unknown format: no more of it is read
+
+    @property
+    def closed(self) -> bool:
+        """Its writer has closed it in order, and goes on nowhere."""
+        return bool(self._touched) and all(log.closed for log in self._touched)
+
+    def mark(self, writer: Writer, number: int, offset: int) -> Mark:
+        """Of one of its lines, which is the next to be taken."""
+        ledger = self._logs.known(writer)
+        segment = max(0, ledger.log.next_segment - (self._ledger is not None)) if ledger else 0
+        mark = Mark(writer, self.path.name, segment, number, offset, self._offset, self._count)
+        mark.path = str(self.path.with_suffix("") if self.path.suffix == PACKED else self.path)
+        mark.state = ledger.state() if ledger else None
+        return mark
+
+    def resume(self, mark: Mark) -> None:
+        """What is taken first stands there."""
+        self._writer, self._offset, self._count = mark.writer, mark.line_offset, mark.records
+        self._logs.is_copy(mark.writer, mark.segment)  # from now on, it is
+        ledger = self._ledger = self._logs.ledger(mark.writer, self.path, 0.0)
+        ledger.log.begin_file(self.path, mark.line_offset + mark.number - 1, mark.line_offset)
+        self._touched.append(ledger.log)
+
+    def take(self, parsed: Parsed) -> None:
+        self._note_problems(parsed.problems)
+        self.refused = parsed.refused
+        for part in parsed.parts:
+            if isinstance(part, Single) and isinstance(part.record, LogOpen):
+                self._begin(part.line, part.record)
+            if self._copy:
+                continue
+            ledger = self._ledger or self._open(part)
+            if isinstance(part, Section):
+                self._section(ledger, part)
+            else:
+                self._single(ledger, part)
+
+    def end(self) -> None:
+        """It is read."""
+        touched = self._touched
+        if not touched and not self._problems:
+            self._logs.notes.append(f"{self.path}: it is empty")
+        if any(log.opening is None for log in touched):
+            said = f"{self.path}: its first line (log_open) is lost; it is read as the present format"
+            self._logs.notes.append(said)
+        # A closed log counts its records: where none is missing, the unusable lines were never part of it.
+        if self._holes and not (touched and all(log.closed for log in touched)):
+            self._logs.whole = False
+        self._logs.files_read += 1
+        self._logs.usable_files += bool(touched)
+
+    def _note_problems(self, problems: list[LogProblem]) -> None:
+        for problem in problems:
+            self._logs.problems.add(problem)
+        self._problems |= bool(problems)
+        self._holes |= any(not problem.tail for problem in problems)
+        if problems:
+            for log in self._touched:
+                log.damaged = True
+
+    def _begin(self, line: int, opening: LogOpen) -> None:
+        self._writer = (opening.source, opening.host, opening.pid, opening.start)
+        self._copy = self._logs.is_copy(self._writer, opening.segment)
+        if self._copy:
+            self._logs.notes.append(f"{self.path}: a copy of what was read already; it is left out")
+        self._ledger = None
+
+    def _open(self, part: Section | Single) -> Ledger:
+        ts = part.first_ts if isinstance(part, Section) else part.record.ts
+        ledger = self._ledger = self._logs.ledger(self._writer, self.path, ts)
+        self._offset = ledger.last_line - (part.line - 1)
+        ledger.log.begin_file(self.path, ledger.last_line, self._offset)
+        ledger.log.damaged |= self._problems
+        self._touched.append(ledger.log)
+        self._count = 0
+        return ledger
+
+    def _section(self, ledger: Ledger, section: Section) -> None:
+        for capture in section.captures:
+            self._capture(ledger, capture)
+        for served in section.served:
+            self._serve(ledger, served)
+        self._count += section.records
+        ledger.log.last_ts = section.last_ts
+        ledger.last_line = self._offset + section.last_line
+
+    def _single(self, ledger: Ledger, single: Single) -> None:
+        log, record = ledger.log, single.record
+        line = self._offset + single.line
         match record:
-            case Chunk():
-                add_chunk(self._capture(log, line, record.capture), line, record)
-            case Step():
-                for row in record.rows:
-                    add_row(self._engine(log, line, row.request), line, row)
-            case RequestStart():
-                capture = self._capture(log, line, record.capture)
-                if capture.start is not None:
-                    capture.contradicts("it begins twice")
-                capture.start = record
-            case StreamDone():
-                add_done(self._capture(log, line, record.capture), record)
-            case Response():
-                add_response(self._capture(log, line, record.capture), line, record)
-            case RequestAdded():
-                self._engine(log, line, record.request).added = record
-            case RequestFinished():
-                self._engine(log, line, record.request).finished = record
-            case Gap():
-                for number in record.captures:
-                    self._capture(log, line, number).gaps.append(record)
-                for number in record.requests:
-                    self._engine(log, line, number).gaps.append(record)
-                if not record.no_request:
-                    log.losses.append(Loss(log.last_ts, record.ts, record))
             case LogOpen():
-                log.opened(record)
+                if loss := log.opened(record):
+                    self._pending.lost(log, loss)
             case LogClose():
+                if record.records != self._count:
+                    log.damaged = log.miscounted = True
+                    found = f"it had {record.records} records when it was closed; {self._count} could be read"
+                    self._logs.notes.append(f"{self.path}: {found}")
                 log.closed = not record.continued
             case EngineStart():
-                log.engine = record
+                log.engine = log.engine or record  # later segments repeat it
             case EngineEvent():
                 log.sampled |= record.sample is not None and record.sample < 1
                 if record.kind == "hook_silent":
                     log.silent = log.silent or record.detail or "something it wrapped"
+            case Gap():
+                self._gap(ledger, line, record)
+        self._count += 1
+        log.last_ts = record.ts
+        ledger.last_line = line
 
-    def _capture(self, log: Log, line: int, number: int) -> Capture:
-        capture = self.captures.get((id(log), number))
+    def _gap(self, ledger: Ledger, line: int, gap: Gap) -> None:
+        for number in gap.captures:
+            if (capture := self._open_capture(ledger, number, line)) is not None:
+                capture.gaps.append(gap)
+        for number in gap.requests:
+            if (served := self._open_served(ledger, number, line)) is not None:
+                served.gaps.append(gap)
+        if gap.no_request:
+            return
+        loss = Loss(ledger.log.last_ts, gap.ts, gap)
+        ledger.log.losses.append(loss)
+        self._pending.lost(ledger.log, loss)
+
+    # ---------------------------------------------------------------------------------------------- its requests
+
+    def _open_capture(self, ledger: Ledger, number: int, line: int) -> OpenCapture | None:
+        """None: it is judged already."""
+        if ledger.captures.add(number):
+            return self._pending.new_capture(OpenCapture(ledger.log, number, line, self._logs.block))
+        if number in ledger.old_captures:
+            return None
+        return self._pending.capture(ledger.log, number)
+
+    def _open_served(self, ledger: Ledger, number: int, line: int) -> Served | None:
+        if ledger.served.add(number):
+            return self._pending.new_served(Served(ledger.log, number, line, self._logs.block))
+        if number in ledger.old_served:
+            return None
+        return self._pending.served(ledger.log, number)
+
+    def _capture(self, ledger: Ledger, part: CapturePart) -> None:
+        capture = self._open_capture(ledger, part.number, self._offset + part.line)
         if capture is None:
-            capture = self.captures[id(log), number] = Capture(log, number, line)
-        return capture
+            return
+        capture.parts.append((self._offset, part.packed))
+        capture.begin = part.begin or capture.begin
+        if part.end and (part.end.streamed or capture.end is None or not capture.end.streamed):
+            capture.end = part.end
+        named = bool(part.ids) and not capture.ids
+        capture.ids += [one for one in part.ids if one not in capture.ids]
+        if named:
+            self._pending.named(capture)
+        if capture.end:
+            self._pending.ended(capture)
 
-    def _engine(self, log: Log, line: int, number: int) -> EngineRequest:
-        request = self.engine.get((id(log), number))
-        if request is None:
-            request = self.engine[id(log), number] = EngineRequest(log, number, line)
-        return request
-
-    def missing_captures(self) -> list[tuple[Log, list[int]]]:
-        """Requests that a proxy's log has numbered and does not hold: its lines were taken out.
-
-        In a log that is still written, a number without records may be a request whose body is still arriving.
-        """
-        numbers: dict[int, set[int]] = {}
-        for log_id, number in self.captures:
-            numbers.setdefault(log_id, set()).add(number)
-        found = []
-        for log in self.files:
-            known = numbers.get(id(log))
-            if known and log.closed:
-                first = 1 if log.opening and log.opening.segment == 0 else min(known)
-                if missing := sorted(set(range(first, max(known) + 1)) - known):
-                    found.append((log, missing))
-        return found
+    def _serve(self, ledger: Ledger, part: ServedPart) -> None:
+        served = self._open_served(ledger, part.number, self._offset + part.line)
+        if served is None:
+            return
+        if part.packed is not None:
+            served.parts.append((self._offset, part.packed))
+        served.finished = part.finished or served.finished
+        if part.added is not None:
+            self._pending.added(served, part.added)
+        if served.finished:
+            self._pending.finished(served)

@@ -5,87 +5,70 @@ The join key is the id the server put into the reply, which is the id the engine
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sparseety.records import Endpoint
-from verifier.logs import CLOCK_SKEW
-from verifier.requests import Capture, EngineRequest
+from verifier.packed import Case, OpenCapture, Served, within
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
-    """What the engines' logs have for one reply."""
+@dataclass(slots=True)
+class Group:
+    """What bears one id: replies, and the engine's requests that may be theirs. One of each, as a rule."""
 
-    choices: dict[int, list[EngineRequest]] = field(default_factory=dict)  # claimants of each choice
-    claims: int = 1  # captures that bear this id and could mean the same engine requests
+    captures: list[OpenCapture] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
 
-
-class EngineIndex:
-    """Engine requests by external id, and how many captures ask for each id."""
-
-    def __init__(self, requests: Iterable[EngineRequest], captures: Iterable[Capture]) -> None:
-        self._by_id: dict[str, list[EngineRequest]] = defaultdict(list)
-        self._captures: dict[str, list[Capture]] = defaultdict(list)
-        self._taken: set[int] = set()
-        for request in requests:
-            if request.added is not None:
-                self._by_id[request.added.external_id].append(request)
-        for capture in captures:
-            if capture.response_id is not None:
-                self._captures[capture.response_id].append(capture)
-
-    def join(self, capture: Capture) -> Join:
+    def join(self, capture: OpenCapture) -> Case:
         """Chat and messages: the reply's id is the engine's. Completions: the engine adds `-<prompt>`, and the choice
         is prompt * n + child. Responses: it adds `_<turn>`; several turns are not told apart here.
 
         An id that several requests bear (clients repeat their X-Request-Id) is told apart by time, where that decides.
         """
-        response_id = capture.response_id
-        if response_id is None:
-            return Join()
-        rivals = self._captures[response_id]
-        found: dict[int, list[EngineRequest]] = defaultdict(list)
-        for first, external_id in self._engine_ids(capture, response_id):
-            for request in self._by_id.get(external_id, ()):
-                assert request.added is not None
-                self._taken.add(id(request))
-                found[first + request.added.child].append(request)
-        if all(len(requests) == 1 for requests in found.values()) and len(rivals) == 1:
-            return Join(found)
-        for choice, requests in found.items():
-            found[choice] = [request for request in requests if within(request, capture)]
-        claims = sum(any(within(r, rival) for requests in found.values() for r in requests) for rival in rivals)
-        return Join({choice: requests for choice, requests in found.items() if requests}, max(1, claims))
+        by_id: dict[str, list[Served]] = defaultdict(list)
+        for served in self.served:
+            assert served.added is not None  # what has none is in no group
+            by_id[served.added.external_id].append(served)
+        found: dict[int, list[Served]] = defaultdict(list)
+        for first, external_id in _engine_ids(capture, by_id):
+            for served in by_id[external_id]:
+                assert served.added is not None
+                served.taken = True
+                found[first + served.added.child].append(served)
+        if all(len(served) == 1 for served in found.values()) and len(self.captures) == 1:
+            return Case(capture, dict(found))
+        for choice, candidates in found.items():
+            found[choice] = [served for served in candidates if within(began(served), capture)]
+        claims = sum(
+            any(within(began(served), rival) for candidates in found.values() for served in candidates)
+            for rival in self.captures
+        )
+        return Case(capture, {choice: served for choice, served in found.items() if served}, max(1, claims))
 
-    def _engine_ids(self, capture: Capture, response_id: str) -> Iterator[tuple[int, str]]:
-        """(its first choice, external id) of each prompt or turn of a request."""
-        parameters = capture.start.parameters if capture.start else None
-        if response_id.startswith("cmpl-"):
-            separator, choices = "-", max(1, parameters.n) if parameters else 1
-        elif response_id.startswith("resp_"):
-            separator, choices = "_", 0
-        else:
+
+def _engine_ids(capture: OpenCapture, known: dict[str, list[Served]]) -> Iterator[tuple[int, str]]:
+    """(its first choice, external id) of each prompt or turn of a request."""
+    response_id = capture.id
+    assert response_id is not None  # it is in a group
+    if response_id.startswith("cmpl-"):
+        separator, choices = "-", capture.begin.n if capture.begin else 1
+    elif response_id.startswith("resp_"):
+        separator, choices = "_", 0
+    else:
+        if response_id in known:
             yield 0, response_id
+        return
+    # As many as the engine knows, not as many as were asked for: that number may be anything.
+    for number in itertools.count():
+        external_id = f"{response_id}{separator}{number}"
+        if external_id not in known:
             return
-        # As many as the engine knows, not as many as were asked for: that number may be anything.
-        for number in itertools.count():
-            external_id = f"{response_id}{separator}{number}"
-            if external_id not in self._by_id:
-                return
-            yield number * choices, external_id
-
-    def untaken(self) -> Iterator[EngineRequest]:
-        """Engine requests that no reply has asked for so far."""
-        for requests in self._by_id.values():
-            yield from (request for request in requests if id(request) not in self._taken)
+        yield number * choices, external_id
 
 
-def within(request: EngineRequest, capture: Capture) -> bool:
-    """Can the engine have worked on this during that request? The engine begins after the proxy, and ends before it."""
-    begin, _ = request.life
-    start, ending = capture.start, capture.ending
-    return (start is None or start.ts - CLOCK_SKEW <= begin) and (ending is None or begin <= ending.ts + CLOCK_SKEW)
+def began(served: Served) -> float:
+    assert served.added is not None
+    return served.added.ts
 
 
 def reply_id(external_id: str) -> tuple[Endpoint, str]:

@@ -10,10 +10,9 @@ from dataclasses import replace
 from sparseety.records import Gap, Response, StreamDone
 from verifier.choice import ChoiceJudge, TokenizerOf
 from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict
-from verifier.join import Join, within
 from verifier.logs import CLOCK_SKEW, Log
 from verifier.options import AS_A_RULE, JudgeOptions
-from verifier.requests import Capture, EngineRequest
+from verifier.requests import Capture, EngineRequest, Join
 from verifier.textonly import StreamAlone
 from verifier.tokenizer import Tokenizer
 
@@ -49,8 +48,7 @@ def judge(
         ts=start.ts if start else None,
     )
     model = start.parameters.model if start and start.parameters else None
-    if any(_serves(log, model) for log in engine_logs):
-        result.model = model
+    result.model = model
     if out := _not_judged(capture):
         result.verdict, finding = out
         result.findings.append(finding)
@@ -59,6 +57,7 @@ def judge(
     result.findings += damage
     result.findings += _protocol_findings(capture, bool(damage))
     kept: list[tuple[int, int] | None] = []  # (ids up to the stop, ids in all) of each choice; None: not all known
+    engines: list[Log] = []  # that served it
     for choice in _choices(capture, join):
         candidates = _decoding(join.choices.get(choice, []))
         if candidates and choice not in capture.choices and choice >= (_expected_choices(capture) or choice + 1):
@@ -70,9 +69,10 @@ def judge(
             kept.append(None)
             continue
         _note_engine(result, candidates[0], capture, options)
+        engines.append(candidates[0].log)
         kept.append(ChoiceJudge(result, capture, choice, candidates[0], bool(damage), options).judge(tokenizer_of))
     if kept and None not in kept and not damage:
-        result.findings += _count_findings(capture, [pair for pair in kept if pair], engine_logs)
+        result.findings += _count_findings(capture, [pair for pair in kept if pair], engines)
     if not damage and not join.choices:
         _judge_alone(result, capture, tokenizer_for(model))
     return result.settle()
@@ -103,12 +103,19 @@ def _note_engine(result: RequestVerdict, engine: EngineRequest, capture: Capture
     if start is not None:
         result.vllm = start.vllm
         result.parsers = tuple(filter(None, (start.reasoning_parser, options.tool_parser)))
-    if not within(engine, capture) and not any(finding.code == "CLOCK_ANOMALY" for finding in result.findings):
+    if not _within(engine, capture) and not any(finding.code == "CLOCK_ANOMALY" for finding in result.findings):
         detail = (
             "by the clocks the engine began it before the proxy had it, or after it had ended; times do not compare"
         )
         places = (capture.place, engine.place)
         result.findings.append(Finding("CLOCK_ANOMALY", "log", Severity.INFO, detail, places=places))
+
+
+def _within(engine: EngineRequest, capture: Capture) -> bool:
+    """Can the engine have begun this during that request?"""
+    begin, _ = engine.life
+    start, ending = capture.start, capture.ending
+    return (start is None or start.ts - CLOCK_SKEW <= begin) and (ending is None or begin <= ending.ts + CLOCK_SKEW)
 
 
 def _expected_choices(capture: Capture) -> int | None:
@@ -250,17 +257,17 @@ def _obliged(log: Log, capture: Capture) -> bool:
         return False
     if log.lost_between(start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW):
         return False
-    if not _serves(log, start.parameters.model if start.parameters else None):
+    if not serves(log, start.parameters.model if start.parameters else None):
         return False
     # Closed or not: after its end it had no duty.
     return log.opening.ts <= start.ts and ending.ts <= log.last_ts + CLOCK_SKEW
 
 
-def _serves(log: Log, model: str | None) -> bool:
+def serves(log: Log, model: str | None) -> bool:
     return log.engine is not None and model in (*log.engine.served_names, log.engine.model)
 
 
-def _count_findings(capture: Capture, kept: list[tuple[int, int]], engine_logs: list[Log]) -> list[Finding]:
+def _count_findings(capture: Capture, kept: list[tuple[int, int]], engines: list[Log]) -> list[Finding]:
     """usage.completion_tokens against the ids."""
     ending, usage = capture.ending, capture.usage
     if usage is None or usage.completion_tokens is None or ending is None or ending.outcome != "complete":
@@ -269,7 +276,7 @@ def _count_findings(capture: Capture, kept: list[tuple[int, int]], engine_logs: 
         return []
     fewest, most = (sum(column) for column in zip(*kept, strict=True))
     # From 0.32 on, vLLM counts ids up to the one completing a stop string; before, those of the same step as well.
-    exact = all(log.engine is not None and _release(log.engine.vllm) >= (0, 32) for log in engine_logs)
+    exact = all(log.engine is not None and _release(log.engine.vllm) >= (0, 32) for log in engines)
     if fewest <= usage.completion_tokens <= (fewest if exact else most):
         return []
     detail = f"usage says {usage.completion_tokens} completion tokens, the engine sampled {fewest}"

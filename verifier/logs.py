@@ -11,6 +11,10 @@ from verifier.findings import place
 CLOCK_SKEW = 1.0  # seconds by which the clocks of two witnesses may differ
 
 
+Writer = tuple[str, str, int, float]
+"""Who wrote a file: (source, host, pid, start). Where the first line is lost, its path stands for the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Records that are missing from a log, and when they were due."""
@@ -29,6 +33,7 @@ class Log:
     """One writer's log, of one file or several segments, and what it says about itself."""
 
     path: Path  # of its first file
+    writer: Writer
     opening: LogOpen | None = None  # of the first file; None: its first line is lost
     engine: EngineStart | None = None
     first_ts: float | None = None
@@ -52,18 +57,21 @@ class Log:
         """Lines of the log after `last_line` are those of this file; its own numbers are less by `offset`."""
         self.parts.append((last_line, offset, path))
 
-    def opened(self, opening: LogOpen) -> None:
+    def opened(self, opening: LogOpen) -> Loss | None:
         """A segment begins. Where those before it are gone (the cap on disk space does that), their time is a loss."""
+        loss = None
         if opening.segment > self.next_segment:
             begin = self.last_ts if self.opening else -math.inf
             first, last = self.next_segment, opening.segment - 1
             which = f"segment {first}" if first == last else f"segments {first} to {last}"
             gap = Gap(ts=opening.ts, reason=f"{which} of the log is not here", count=0)
-            self.losses.append(Loss(begin, opening.ts, gap))
+            loss = Loss(begin, opening.ts, gap)
+            self.losses.append(loss)
         self.opening = self.opening or opening
         self.sampled |= opening.scope.sample < 1
         self.next_segment = opening.segment + 1
         self.closed = False
+        return loss
 
     def lost_between(self, begin: float, end: float) -> list[Gap]:
         """Losses of that time, those that name their requests too."""

@@ -2,14 +2,12 @@
 
 import json
 import unicodedata
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from verifier.findings import Finding, Report, RequestVerdict, Severity, Verdict
+from verifier.findings import PROBLEMS_KEPT, Finding, Report, RequestVerdict, Severity, Totals, Verdict, numbered
 
 _SHOWN = 40  # code points of content shown of each side
-_PROBLEMS_SHOWN = 5  # damaged lines named of each file
 
 
 def printable(text: str) -> str:
@@ -23,16 +21,12 @@ def quote(text: str) -> str:
     return printable(json.dumps(text[:_SHOWN], ensure_ascii=False)) + ("…" if len(text) > _SHOWN else "")
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _content(text: str | None, show_text: bool) -> str:
     if not text:
         return "nothing"
     if show_text:
         return quote(text)
-    return f"‹{_count(len(text), 'character')}›"
+    return f"‹{numbered(len(text), 'character')}›"
 
 
 def describe(finding: Finding, show_text: bool) -> str:
@@ -61,9 +55,9 @@ def request_lines(verdict: RequestVerdict, show_text: bool, verbose: bool) -> It
     label = verdict.verdict.value.replace("_", " ").upper()
     prefix = f"{name}  {label:<11} "
     if verdict.verdict is Verdict.INCOMPLETE and verdict.tokens:
-        prefix += f"{verdict.checked} of {_count(verdict.tokens, 'token')} checked; "
+        prefix += f"{verdict.checked} of {numbered(verdict.tokens, 'token')} checked; "
     if not shown:
-        text = f"{_count(verdict.checked, 'token')} checked" if verdict.verdict is Verdict.PASS else ""
+        text = f"{numbered(verdict.checked, 'token')} checked" if verdict.verdict is Verdict.PASS else ""
         yield (prefix + text).rstrip()
     indent = " " * (len(name) + 14)
     for number, finding in enumerate(shown):
@@ -72,58 +66,12 @@ def request_lines(verdict: RequestVerdict, show_text: bool, verbose: bool) -> It
             yield indent + "   ".join(finding.places)
 
 
-def summary_lines(report: Report) -> Iterator[str]:
-    counts = report.counts()
-    judged = [v for v in report.verdicts if v.verdict in (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)]
-    tokens, checked = sum(v.tokens for v in judged), sum(v.checked for v in judged)
-    yield (
-        f"{_count(len(judged), 'request')}: {counts[Verdict.PASS]} pass, "
-        f"{counts[Verdict.FAIL]} fail, {counts[Verdict.INCOMPLETE]} incomplete; "
-        f"{checked} of {_count(tokens, 'token')} checked"
-    )
-    reasons = Counter(
-        code
-        for verdict in report.verdicts
-        if verdict.verdict is Verdict.PASS
-        for code in {finding.code for finding in verdict.findings if finding.severity is Severity.INFO}
-    )
-    if reasons:
-        yield "of the passes: " + ", ".join(f"{count} {code}" for code, count in reasons.most_common())
-    waived = Counter(
-        (finding.code, finding.waived_by)
-        for verdict in report.verdicts
-        for finding in verdict.findings
-        if finding.severity is Severity.WAIVED
-    )
-    if waived:
-        said = (f"{count} {code} ({printable(reference or '')})" for (code, reference), count in waived.most_common())
-        yield "waived faults: " + ", ".join(said)
-    retokenized = sum(verdict.retokenized for verdict in report.verdicts)
-    if retokenized:
-        drifted = sum(verdict.drifted for verdict in report.verdicts)
-        rate = 1000 * drifted / retokenized
-        yield f"tokenized anew: {rate:.1f} of 1,000 tokens drifted ({drifted} of {_count(retokenized, 'token')})"
-    aside = Counter(
-        finding.code
-        for verdict in report.verdicts
-        if verdict.verdict in (Verdict.OUT_OF_SCOPE, Verdict.OPEN)
-        for finding in verdict.findings
-    )
-    if aside:
-        yield "not judged: " + ", ".join(f"{count} {code}" for code, count in aside.most_common())
-
-
 def problem_lines(report: Report) -> Iterator[str]:
     """Damaged lines, the first few of each file."""
-    per_file = Counter(problem.path for problem in report.problems)
-    shown: Counter[Any] = Counter()
-    for problem in report.problems:
-        shown[problem.path] += 1
-        if shown[problem.path] <= _PROBLEMS_SHOWN:
-            yield str(problem)
-    for path, count in per_file.items():
-        if count > _PROBLEMS_SHOWN:
-            yield f"{path}: {count - _PROBLEMS_SHOWN} more lines were not usable"
+    yield from map(str, report.problems.first)
+    for path, count in report.problems.counts.items():
+        if count > PROBLEMS_KEPT:
+            yield f"{path}: {count - PROBLEMS_KEPT} more lines were not usable"
 
 
 def request_json(verdict: RequestVerdict, show_text: bool) -> dict[str, Any]:
@@ -167,25 +115,22 @@ def finding_lines_json(verdict: RequestVerdict, show_text: bool) -> Iterator[dic
         yield known | _finding_json(finding, show_text)
 
 
-def _waived(report: Report) -> Counter[str]:
-    """Waived findings by code."""
-    findings = (finding for verdict in report.verdicts for finding in verdict.findings)
-    return Counter(finding.code for finding in findings if finding.severity is Severity.WAIVED)
+def totals_json(totals: Totals, exit_code: int) -> dict[str, Any]:
+    """What a run or a watch sums up to."""
+    return {
+        "type": "summary",
+        "requests": {verdict.value: totals.of(verdict) for verdict in Verdict},
+        "tokens": totals.tokens,
+        "checked": totals.checked,
+        "waived": {code: sum(names.values()) for code, names in sorted(totals.waived.items())},
+        "retokenized": totals.retokenized,
+        "drifted": totals.drifted,
+        "coverage": totals.coverage,
+        "exit_code": exit_code,
+    }
 
 
 def summary_json(report: Report, exit_code: int) -> dict[str, Any]:
-    counts = report.counts()
-    return {
-        "type": "summary",
-        "requests": {verdict.value: counts[verdict] for verdict in Verdict},
-        "tokens": sum(verdict.tokens for verdict in report.verdicts),
-        "checked": sum(verdict.checked for verdict in report.verdicts),
-        "waived": dict(sorted(_waived(report).items())),
-        "retokenized": sum(verdict.retokenized for verdict in report.verdicts),
-        "drifted": sum(verdict.drifted for verdict in report.verdicts),
-        "coverage": report.coverage,
-        "files": report.files,
-        "damaged_lines": len(report.problems),
-        "notes": report.notes,
-        "exit_code": exit_code,
-    }
+    """The same with what only a run that has an end knows."""
+    of_files = {"files": report.files, "damaged_lines": len(report.problems), "notes": report.notes}
+    return totals_json(report.totals, exit_code) | of_files

@@ -5,8 +5,9 @@ other, lines were lost or changed, and nothing that this could explain may be bl
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import compress, groupby
 
 from sparseety.records import (
     Chunk,
@@ -15,11 +16,11 @@ from sparseety.records import (
     RequestFinished,
     RequestStart,
     Response,
-    Row,
     StreamDone,
     ToolCall,
     Usage,
 )
+from verifier.fragments import Rows, Run
 from verifier.logs import Log
 
 TEXT_KINDS = frozenset({"text", "reasoning", "tool_call"})
@@ -63,6 +64,21 @@ class Delivered:
         self.piece_lines.append(line)
         self.kinds.add(kind)
         self.length += len(text)
+
+    def hold(self, kind: str, pieces: list[str | None]) -> None:
+        """Keep which pieces come right after an event without text; None: such an event. To be called before they are
+        added."""
+        if not self.empty and None not in pieces:
+            return
+        index = len(self.pieces)
+        for piece in pieces:
+            if piece is None:
+                self.empty |= kind == "text"
+                continue
+            if self.empty:
+                self.held.append(index)
+                self.empty = False
+            index += 1
 
     def add_calls(self, calls: list[ToolCall]) -> None:
         for part in calls:
@@ -169,6 +185,14 @@ class EngineRequest:
         return self.finished is not None and self.contradiction is None and self.finished.total_ids == len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Join:
+    """What the engines' logs have for one reply."""
+
+    choices: dict[int, list[EngineRequest]] = field(default_factory=dict)  # claimants of each choice
+    claims: int = 1  # captures that bear this id and could mean the same engine requests
+
+
 def add_chunk(capture: Capture, line: int, chunk: Chunk) -> None:
     if chunk.wire_index not in (capture.events_seen, capture.events_seen + 1):
         capture.contradicts(f"event {capture.events_seen + 1} was due, event {chunk.wire_index} stands there")
@@ -197,6 +221,36 @@ def add_chunk(capture: Capture, line: int, chunk: Chunk) -> None:
     choice.add_calls(chunk.tool_calls or [])
     choice.add_ids(chunk.token_ids, chunk.logprob_count)
     choice.end(chunk.finish_reason, chunk.stop_reason)
+
+
+def add_run(capture: Capture, offset: int, run: Run) -> None:
+    """The same for chunks that follow each other, at once if they follow what is here."""
+    choice = capture.choices.get(run.choice) or Delivered()
+    due = capture.events_seen, capture.events_seen + 1
+    if run.wire_index not in due or (run.chunk_index, run.length) != (len(choice.pieces) + 1, choice.length):
+        for line, chunk in run.chunks(capture.number):
+            add_chunk(capture, offset + line, chunk)
+        return
+    capture.choices[run.choice] = choice
+    capture.events_seen = run.wire_index + len(run.pieces) - 1
+    pieces = [piece for piece in run.pieces if piece is not None]
+    lines: Iterable[int] = run.lines
+    times: Iterable[float] = run.times
+    if len(pieces) < len(run.pieces):
+        bears_text = [piece is not None for piece in run.pieces]
+        lines, times = compress(lines, bears_text), compress(times, bears_text)
+    capture.chunks_seen += len(pieces)
+    choice.hold(run.kind, run.pieces)
+    choice.pieces += pieces
+    choice.piece_lines += [offset + line for line in lines]
+    choice.piece_kinds += [run.kind] * len(pieces)
+    choice.piece_times += times
+    choice.kinds.add(run.kind)
+    choice.length += sum(map(len, pieces))
+    if run.token_ids or run.logprob_counts:
+        nothing = [None] * len(run.pieces)
+        for ids, logprobs in zip(run.token_ids or nothing, run.logprob_counts or nothing, strict=True):
+            choice.add_ids(ids, logprobs)
 
 
 def add_done(capture: Capture, done: StreamDone) -> None:
@@ -231,13 +285,23 @@ def add_response(capture: Capture, line: int, response: Response) -> None:
         choice.end(reply.finish_reason, reply.stop_reason)
 
 
-def add_row(request: EngineRequest, line: int, row: Row) -> None:
-    if not row.ids:
+def add_rows(request: EngineRequest, offset: int, rows: Rows) -> None:
+    """Rows with ids, in the log's order."""
+    known = len(request.ids)
+    if rows.first_indexes == list(range(known, known + len(rows.ids))):  # one id a row, none missing
+        request.row_starts += rows.first_indexes
+        request.row_lines += [offset + line for line in rows.lines]
+        request.ids += rows.ids
         return
-    if row.first_index != len(request.ids) and request.contradiction is None:
-        what = "are missing" if row.first_index > len(request.ids) else "stand twice"
+    for line, first_index, ids in rows.each():
+        _add_row(request, offset + line, first_index, ids)
+
+
+def _add_row(request: EngineRequest, line: int, first_index: int, ids: list[int]) -> None:
+    if first_index != len(request.ids) and request.contradiction is None:
+        what = "are missing" if first_index > len(request.ids) else "stand twice"
         here = request.log.place(line)
-        request.contradiction = f"ids {what}: index {len(request.ids)} was due at {here}, found {row.first_index}"
+        request.contradiction = f"ids {what}: index {len(request.ids)} was due at {here}, found {first_index}"
     request.row_starts.append(len(request.ids))
     request.row_lines.append(line)
-    request.ids += row.ids
+    request.ids += ids

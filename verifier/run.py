@@ -1,153 +1,235 @@
-"""Read logs, join them, judge each request. The thin shell around the pure parts: it only reads files."""
+"""Read logs, join them, judge each request soon after it is read. The thin shell around the pure parts."""
 
-from collections.abc import Callable, Iterable
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
-from sparseety.errors import SparseetyError
-from sparseety.logreader import in_order, read_log
+from verifier.executor import Executor, Inline, LocalPool, Task, WorkerDied
 from verifier.findings import Finding, Report, RequestVerdict, Severity, Verdict
 from verifier.gather import Logs
-from verifier.join import EngineIndex
-from verifier.judge import judge
+from verifier.judge import serves
+from verifier.judging import judge_cases, not_judged, tokenizers
 from verifier.logs import Log
 from verifier.options import AS_A_RULE, JudgeOptions
 from verifier.orphans import judge_orphans
-from verifier.requests import Capture
-from verifier.tokenizer import NoTokenizer, Tokenizer, TokenizerShelf
+from verifier.packed import Case
+from verifier.pending import Contested, Key, Pending
+from verifier.reading import Reading
+from verifier.tokenizer import NoTokenizer, TokenizerShelf
+from verifier.witnesses import Witnesses
+
+_POOL_FROM = 16 << 20  # bytes of logs: less is read before a pool has started
+_BATCH_CASES = 256
+_BATCH_BYTES = 512 << 10
+
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is done, how much of it, and of how much."""
 
 
 def verify(
-    paths: Iterable[Path],
+    paths: list[Path],
     shelf: TokenizerShelf,
+    jobs: int | None = None,
     options: JudgeOptions = AS_A_RULE,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Judge every request in these logs. Raises SparseetyError where no tokenizer is there or a file is unreadable."""
-    report = Report()
-    case = Case(paths, shelf, report, options, progress)
-    captures = case.captures()
-    for done, capture in enumerate(captures, 1):
-        report.verdicts.append(case.judge(capture))
-        progress("checking requests", done, len(captures))
-    report.verdicts += judge_orphans(case.logs, case.index.untaken())
-    report.verdicts += _missing(case.logs)
-    report.notes += [*case.logs.notes, *_notes(case.logs, report)]
-    return report
+    """Judge every request in these logs. Raises SparseetyError where no tokenizer is there or a file is unreadable.
+
+    jobs: processes; 1: this one alone; None: one for each CPU, if there is much to read.
+    """
+    executor = executor_for(paths, jobs)
+    try:
+        return Run(paths, shelf, executor, progress).report(options)
+    finally:
+        executor.close()
 
 
-class Case:
-    """Logs that were read and joined, ready to judge."""
+def executor_for(paths: list[Path], jobs: int | None) -> Executor:
+    if jobs is None:
+        jobs = cpus() if sum(_size(path) for path in paths) >= _POOL_FROM else 1
+    return LocalPool(jobs) if jobs > 1 else Inline()
+
+
+class Run:
+    """One reading of logs, or two: see verifier/pending.py."""
 
     def __init__(
         self,
-        paths: Iterable[Path],
+        paths: list[Path],
         shelf: TokenizerShelf,
-        report: Report,
-        options: JudgeOptions = AS_A_RULE,
-        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        executor: Executor,
+        progress: Progress = lambda what, done, total: None,
     ) -> None:
-        """What is wrong with the files goes into `report`. Raises SparseetyError."""
-        self._shelf, self._options = shelf, options
-        self.logs = _read(paths, report, progress)
-        self._tokenizers = _find_tokenizers(self.logs, shelf)
-        self._engine_logs = [log for log in self.logs.files if log.opening and log.opening.source == "engine"]
-        self.index = EngineIndex(self.logs.engine.values(), self.logs.captures.values())
+        self._paths, self._shelf, self._executor, self._progress = paths, shelf, executor, progress
+        self.logs = self._begin(None)
 
-    def captures(self) -> list[Capture]:
-        """In the order in which they began."""
-        return sorted(self.logs.captures.values(), key=lambda capture: capture.start.ts if capture.start else 0.0)
+    def report(self, options: JudgeOptions = AS_A_RULE) -> Report:
+        judge = Judge(self._shelf, self._executor, options)
+        for case in self.cases():
+            judge.take(case, self.logs.engine_logs)
+        judge.flush(self.logs.engine_logs)
+        logs = self.logs
+        self.check_tokenizers()
+        report = Report(problems=logs.problems, files=logs.files_read, usable_files=logs.usable_files, whole=logs.whole)
+        report.verdicts += judge.verdicts()
+        for verdict in report.verdicts:
+            named_model(verdict, logs.engine_logs)
+        report.verdicts += judge_orphans(logs.files, logs.pending.orphans(), logs.pending.unnamed)
+        report.verdicts += [missing_verdict(log, n) for log, numbers in logs.missing_captures() for n in numbers]
+        report.notes += [*logs.notes, *_notes(logs, report)]
+        return report
 
-    def judge(self, capture: Capture) -> RequestVerdict:
-        return judge(
-            capture,
-            self.index.join(capture),
-            self._engine_logs,
-            self.tokenizer_of,
-            options=self._options,
-            tokenizer_for=self._shelf.of_model,
-        )
+    def cases(self) -> Iterator[Case]:
+        """Each request as soon as it can be judged. What comes again replaces what came first."""
+        yield from self._read()
+        if contested := self.logs.pending.contested:
+            self.logs = self._begin(contested)
+            yield from self._read()
 
-    def tokenizer_of(self, log: Log) -> Tokenizer:
-        """Raises NoTokenizer."""
-        found = self._tokenizers.get(id(log))
-        if isinstance(found, Tokenizer):
-            return found
-        raise found or NoTokenizer("its engine_start record is lost, and with it which tokenizer was served")
+    def check_tokenizers(self) -> None:
+        """Raises NoTokenizer where no engine has one: then there is nothing to say."""
+        found: list[NoTokenizer | None] = []
+        for log in self.logs.engines_in_use():
+            if log.engine is None and not self._shelf.given:
+                continue
+            try:
+                tokenizers(self._shelf).of(log)
+                found.append(None)
+            except NoTokenizer as error:
+                found.append(error)
+        missing = [error for error in found if error is not None]
+        if self.logs.any_captures and missing and len(missing) == len(found):
+            raise missing[0]
+
+    def _begin(self, contested: Contested | None) -> Logs:
+        self._reading = Reading(self._executor)
+        self._reading.add(self._paths)
+        witnesses = Witnesses(lambda: self.logs.engine_logs, self._reading.engine_to_come)
+        return Logs(Pending(witnesses, contested))
+
+    def _read(self) -> Iterator[Case]:
+        pending = self.logs.pending
+        with closing(self._reading):
+            for watermark in self._reading.into(self.logs):
+                self._progress("reading files", self.logs.files_read, len(self._paths))
+                yield from pending.ready(watermark)
+        self.logs.end()
+        yield from pending.rest()
 
 
-def _read(paths: Iterable[Path], report: Report, progress: Callable[[str, int, int], None]) -> Logs:
-    logs = Logs()
-    files = in_order(paths)
-    for path in files:
-        progress("reading files", report.files, len(files))
-        report.files += 1
-        before = len(report.problems)
+class Judge:
+    """Has requests judged in batches, and keeps their verdicts."""
+
+    def __init__(self, shelf: TokenizerShelf, executor: Executor, options: JudgeOptions) -> None:
+        self._shelf, self._executor, self._options = shelf, executor, options
+        self._cases: list[Case] = []
+        self._bytes = 0
+        self._tasks: deque[tuple[list[Case], list[Log], Task[list[RequestVerdict]]]] = deque()
+        self._verdicts: dict[Key, RequestVerdict] = {}
+
+    def take(self, case: Case, engine_logs: list[Log]) -> None:
+        self._cases.append(case)
+        self._bytes += case.size
+        if len(self._cases) >= _BATCH_CASES or self._bytes >= _BATCH_BYTES:
+            self._submit(engine_logs)
+
+    def flush(self, engine_logs: list[Log]) -> None:
+        """Wait for everything."""
+        self._submit(engine_logs)
+        while self._tasks:
+            self._collect()
+
+    def drain(self) -> list[RequestVerdict]:
+        """The verdicts that have come since."""
+        verdicts, self._verdicts = self.verdicts(), {}
+        return verdicts
+
+    def verdicts(self) -> list[RequestVerdict]:
+        """In the order in which the requests began."""
+        return [verdict for _, verdict in sorted(self._verdicts.items(), key=_order)]
+
+    def _submit(self, engine_logs: list[Log]) -> None:
+        cases, self._cases, self._bytes = self._cases, [], 0
+        if cases:
+            task = self._executor.submit(judge_cases, cases, engine_logs, self._shelf, self._options)
+            self._tasks.append((cases, engine_logs, task))
+        while len(self._tasks) > 2 * self._executor.slots:
+            self._collect()
+
+    def _collect(self) -> None:
+        cases, engine_logs, task = self._tasks.popleft()
         try:
-            touched = logs.add_file(path, read_log(path, report.problems.append))
-        except OSError as error:
-            raise SparseetyError(f"{path}: {error.strerror}") from None
-        problems = report.problems[before:]
-        report.usable_files += bool(touched)
-        if not touched and not problems:
-            report.notes.append(f"{path}: it is empty")
-        if any(log.opening is None for log in touched):
-            report.notes.append(f"{path}: its first line (log_open) is lost; it is read as the present format")
-        for log in touched:
-            log.damaged = log.damaged or bool(problems)
-        # A closed log counts its records: where none is missing, the unusable lines were never part of it.
-        counted = bool(touched) and all(log.closed for log in touched)
-        if any(not problem.tail for problem in problems) and not counted:
-            report.whole = False
-    for request in logs.engine.values():
-        if request.added is None:  # whose steps these are stood in a line that is not here
-            request.log.damaged = True
-    report.whole = report.whole and not any(log.closed and log.miscounted for log in logs.files)
-    return logs
+            verdicts = task.result()
+        except WorkerDied:
+            verdicts = [self._alone(case, engine_logs) for case in cases]
+        for case, verdict in zip(cases, verdicts, strict=True):
+            share(verdict)
+            self._verdicts[case.capture.log.writer, case.capture.number] = verdict
 
-
-def _find_tokenizers(logs: Logs, shelf: TokenizerShelf) -> dict[int, Tokenizer | NoTokenizer]:
-    """By id(log): the tokenizer of each engine, or why there is none. Raises NoTokenizer where no engine has one."""
-    in_use = {id(request.log): request.log for request in logs.engine.values()}
-    found: dict[int, Tokenizer | NoTokenizer] = {}
-    for key, log in in_use.items():
-        identity = log.engine.tokenizer if log.engine else None
-        if identity is None and not shelf.given:
-            continue
+    def _alone(self, case: Case, engine_logs: list[Log]) -> RequestVerdict:
+        """One of a batch that a process did not survive."""
         try:
-            files = identity.files if identity else {}
-            found[key] = shelf.find(
-                identity.name if identity else "",
-                files.get("tokenizer.json"),
-                (*log.engine.served_names, log.engine.model) if log.engine else (),
-            )
-        except NoTokenizer as error:
-            found[key] = error
-    missing = [error for error in found.values() if isinstance(error, NoTokenizer)]
-    if logs.captures and missing and len(missing) == len(found):
-        raise missing[0]
-    return found
+            task = self._executor.submit(judge_cases, [case], engine_logs, self._shelf, self._options)
+            [verdict] = task.result()
+        except WorkerDied:
+            return not_judged(case, "the process that judged it was killed (out of memory?)")
+        return verdict
 
 
-def _missing(logs: Logs) -> list[RequestVerdict]:
-    """Requests of which a log that is closed has the number and nothing else."""
-    verdicts = []
-    for log, numbers in logs.missing_captures():
-        for number in numbers[:1000]:
-            detail = "the log counts it and does not hold it: its lines were taken out"
-            place = log.place(1)
-            finding = Finding("TORN_RECORD", "log", Severity.UNKNOWN, detail, places=(place,))
-            verdicts.append(RequestVerdict(f"capture {number}", Verdict.INCOMPLETE, [finding]))
-    return verdicts
+def _order(item: tuple[Key, RequestVerdict]) -> tuple[float, float, int]:
+    """The same however the logs were read."""
+    ((*_, start), number), verdict = item
+    return verdict.ts or 0.0, start, number
+
+
+def share(verdict: RequestVerdict) -> None:
+    """Keep one copy of what many verdicts say: those of a large log are many."""
+    verdict.endpoint, verdict.model = _one(verdict.endpoint), _one(verdict.model)
+    if not verdict.findings:
+        verdict.findings = []  # the smallest that there is
+
+
+def _one(text: str | None) -> str | None:
+    return None if text is None else sys.intern(text)
+
+
+def named_model(verdict: RequestVerdict, engine_logs: list[Log]) -> None:
+    """Keep the name of the model only where an engine serves it: clients choose those names."""
+    if not any(serves(log, verdict.model) for log in engine_logs):
+        verdict.model = None
+
+
+def missing_verdict(log: Log, number: int) -> RequestVerdict:
+    """On a request of which a log that is closed has the number and nothing else."""
+    detail = "the log counts it and does not hold it: its lines were taken out"
+    finding = Finding("TORN_RECORD", "log", Severity.UNKNOWN, detail, places=(log.place(1),))
+    return RequestVerdict(f"capture {number}", Verdict.INCOMPLETE, [finding])
 
 
 def _notes(logs: Logs, report: Report) -> list[str]:
     """Why there was nothing to judge, in words that say what to do."""
     if not report.files:
         return ["no log files (*.jsonl) here; nothing to check"]
-    if logs.captures and not logs.engine:
+    captures, engines = logs.any_captures, bool(logs.engines_in_use())
+    if captures and not engines:
         return ["there is no engine log with requests; was vLLM started with SPARSEETY_HOOK_DIR set?"]
-    if logs.engine and not logs.captures:
+    if engines and not captures:
         return ["there is no proxy log with requests; did clients talk to the proxy (port 9000)?"]
-    if logs.files and not logs.captures:
+    if logs.files and not captures:
         return ["no request was recorded; did clients talk to the proxy (port 9000)?"]
     return []
+
+
+def cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -212,6 +212,9 @@ class TokenizerShelf:
     by_model: dict[str, Path] = field(default_factory=dict)  # a model's name, as served or as loaded -> its tokenizer
     _loaded: dict[Path, Tokenizer] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[type, tuple[list[Path], dict[str, Path]]]:
+        return TokenizerShelf, (self.given, self.by_model)  # another process loads its own
+
     def find(self, name: str, sha256: str | None, models: Iterable[str] = ()) -> Tokenizer:
         """The tokenizer of an engine that logged this name and hash, and serves these models. Raises SparseetyError.
 
