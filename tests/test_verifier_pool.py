@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class DeadlyShelf(TokenizerShelf):
     def __reduce__(self) -> tuple[type, tuple[list[Path]]]:
         return DeadlyShelf, (self.given,)
 
-    def find(self, name: str, sha256: str | None) -> Tokenizer:
+    def find(self, name: str, sha256: str | None, models: Iterable[str] = ()) -> Tokenizer:
         if name == "deadly" and multiprocessing.parent_process() is not None:
             os._exit(9)
         return TokenizerShelf.find(self, str(BYTE_LEVEL), sha256)

@@ -10,7 +10,9 @@ from sparseety.records import AnyRecord, Chunk, LogOpen, RequestStart, Scope, Us
 from tests.logbook import BYTE_LEVEL, EOS, Logbook
 from tests.test_proxy_capture_samples import STREAMS, capture, each_stream
 from tests.test_verifier_run import HELLO, HELLO2, WORLD, Result, verify
-from verifier.gather import Logs
+from verifier.fragments import Section, assort
+from verifier.logs import Log
+from verifier.packed import OpenCapture
 from verifier.requests import Capture
 from verifier.textonly import COUNTS, IDS, RUNNING, SHORTEST, STOPS, StreamAlone, fewest_tokens
 from verifier.tokenizer import load_tokenizer
@@ -30,10 +32,13 @@ def gathered(records: list[AnyRecord]) -> Capture:
     opening = LogOpen(
         ts=0.5, format=1, source="proxy", host="h", pid=1, start=0.5, program="test", scope=Scope(endpoints=["chat"])
     )
-    logs = Logs()
-    logs.add_file(Path("proxy.jsonl"), enumerate([opening, *records], 1))
-    [found] = logs.captures.values()
-    return found
+    path = Path("proxy.jsonl")
+    log = Log(path, (opening.source, opening.host, opening.pid, opening.start), opening)
+    log.begin_file(path, 0, 0)
+    [section] = assort(path, enumerate(records, 2), []).parts
+    assert isinstance(section, Section)
+    [part] = section.captures
+    return OpenCapture(log, part.number, part.line, parts=[(0, part.packed)]).unpack()
 
 
 def alone(records: list[AnyRecord]) -> StreamAlone:

@@ -37,7 +37,7 @@ NOW = 1044.2  # a bit after the last record of `traffic`
 
 
 def watching(folder: Path, now: Callable[[], float] = lambda: NOW) -> "contextlib.closing[Watch]":
-    return contextlib.closing(Watch([str(folder)], SHELF, Inline(), folder / "verify-tokens.checkpoint", now))
+    return contextlib.closing(Watch([str(folder)], SHELF, Inline(), folder / "verify-tokens.checkpoint", now=now))
 
 
 def polled(watch: Watch, times: int = 3) -> list[RequestVerdict]:

@@ -6,7 +6,7 @@ import time
 from verifier.findings import Finding, RequestVerdict, Severity, Verdict
 from verifier.judge import judge
 from verifier.logs import Log
-from verifier.options import JudgeOptions
+from verifier.options import AS_A_RULE, JudgeOptions
 from verifier.packed import Case
 from verifier.tokenizer import NoTokenizer, Tokenizer, TokenizerShelf
 
@@ -53,7 +53,7 @@ def tokenizers(shelf: TokenizerShelf) -> Tokenizers:
 
 
 def judge_cases(
-    cases: list[Case], engine_logs: list[Log], shelf: TokenizerShelf, options: JudgeOptions
+    cases: list[Case], engine_logs: list[Log], shelf: TokenizerShelf, options: JudgeOptions = AS_A_RULE
 ) -> list[RequestVerdict]:
     """Judge each. A bug that one brings out costs that one its verdict, and no other."""
     found = tokenizers(shelf)
