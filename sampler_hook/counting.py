@@ -40,10 +40,12 @@ class Counting:
         kinds: Collection[str] = KINDS,
         mixed: str | None = None,
         captured: bool = False,
+        compiled: bool = False,
     ) -> None:
-        """mixed, captured: as sites.find has them."""
+        """mixed, captured: as sites.find has them. compiled: graphs are made of the model with the hooks in them; their
+        code finds its buffers by way of the hooks, and fails the request where those are gone: so they stay."""
         self._put, self._clock, self._device = put, clock, device
-        self._batch = mixed is None
+        self._batch, self._compiled = mixed is None, compiled
         rank = start.tensor_parallel_rank
         self.found = sites.find(model, config=config, rank=rank, mixed=mixed, captured=captured)
         if SPARSITY not in kinds:
@@ -68,6 +70,15 @@ class Counting:
         """Put the hooks on, and write what is counted. Again, after they were taken off: `put` is where to, then."""
         self._put = put or self._put
         counters.live[self._number] = self.start.threshold
+        if not (self._handles or self._taps):
+            self._register()
+        self.tap()
+        self._put(self.start)
+        if not (self._handles or self._taps) and self._wanted and not self.start.tensor_parallel_rank:
+            reasons = "; ".join(dict.fromkeys(self.found.not_observed.values()))
+            raise SparseetyError(f"nothing of this model can be counted: {reasons}")
+
+    def _register(self) -> None:
         operators = counters.operators()
         site_buffers, router_buffers = self._counters.buffers
         for (_, module), buffer in zip(self.found.sites, site_buffers, strict=True):
@@ -80,11 +91,6 @@ class Counting:
             else:
                 hook = _after_router(operators.note_experts, self._number, buffer)
                 self._handles.append(module.register_forward_hook(hook))
-        self.tap()
-        self._put(self.start)
-        if not (self._handles or self._taps) and self._wanted and not self.start.tensor_parallel_rank:
-            reasons = "; ".join(dict.fromkeys(self.found.not_observed.values()))
-            raise SparseetyError(f"nothing of this model can be counted: {reasons}")
 
     def tap(self) -> None:
         """Put our callbacks on the routers, above those that vLLM has put there meanwhile."""
@@ -92,8 +98,10 @@ class Counting:
             tap.put_on()
 
     def detach(self) -> None:
-        """Take the hooks off. What a compiled graph has of them counts for no one from here on."""
+        """Take the hooks off, or have those in graphs count for no one from here on."""
         counters.live.pop(self._number, None)
+        if self._compiled:
+            return
         for handle in self._handles:
             handle.remove()
         for tap in self._taps:

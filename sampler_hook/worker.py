@@ -203,6 +203,7 @@ class WorkerPart:
             kinds=self._settings.kinds,
             mixed=adapters.rows_of_experts_are_not_the_batch(config),
             captured=adapters.captures_experts(config),
+            compiled=adapters.is_compiled(config),
         )
         if WEIGHTS in self._settings.kinds:
             writer.put(self._weights or weights(adapters.language_model(runner), self._clock()))

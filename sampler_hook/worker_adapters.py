@@ -53,6 +53,11 @@ def rows_are_not_the_batch(config: Any) -> str | None:
     return None
 
 
+def is_compiled(config: Any) -> bool:
+    """Whether vLLM may make graphs of the model, by torch.compile or as CUDA graphs."""
+    return not config.model_config.enforce_eager
+
+
 def rows_of_experts_are_not_the_batch(config: Any) -> str | None:
     """Why, inside of experts, a row need not be one of this engine's batch; None: it is."""
     if getattr(config.parallel_config, "data_parallel_size", 1) > 1:

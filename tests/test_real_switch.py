@@ -45,8 +45,8 @@ def test_out_of_the_control_file_sparsity_leaves_the_worker_and_comes_back_into_
     for number, each in enumerate(rounds):
         counting = number % 2 == 0
         assert ("execute_model" in each["methods"]) is counting
-        assert (each["hooks"] > 0) is counting
-        assert each["live"] == counting  # what a compiled graph has of the counters returns at once
+        assert (each["hooks"] > 0) is (counting or not eager)  # the graph's code reads the hooks: they stay
+        assert each["live"] == counting  # and what they call returns at once
         assert counting or each["methods"] == []
     logs = worker_logs(tmp_path)
     assert len(logs) == 3

@@ -1,0 +1,165 @@
+"""What else happens to a real engine: cold and warm caches, sleep and wake, new weights, LoRA, a window of attention,
+engines of prefill and decode. One server, a tiny Mistral; each test reads what the log gained since it began.
+"""
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparseety.logreader import read_log
+from sparseety.records import AnyRecord, EngineEvent, EngineStart, RequestAdded, RequestFinished, Step
+from tests.tiny_models import HIDDEN, LAYERS, SLIDING_WINDOW
+from tests.vllm_server import VllmServer, serve, tiny_model, vllm_environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e_full]
+
+BLOCK = 32
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Engine:
+    server: VllmServer
+    logs: Path
+    seen: int = 0  # records read by tests before
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = json.dumps(body or {}).encode()
+        request = urllib.request.Request(self.server.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert reply.status == 200
+            return json.loads(reply.read() or "null")
+
+    def reply(self, prompt: list[int], **more: Any) -> str:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        return str(self.post("/v1/completions", body | more)["choices"][0]["text"])
+
+    def records(self) -> list[AnyRecord]:
+        (path,) = self.logs.glob("engine-*.jsonl")
+        return [record for _, record in read_log(path, print)]
+
+    def new(self, kind: type, count: int) -> list[Any]:
+        """The records of a kind that came since the last call, once there are `count` of them."""
+        deadline = time.monotonic() + 20
+        while True:
+            found = [record for record in self.records()[self.seen :] if isinstance(record, kind)]
+            if len(found) >= count:
+                assert len(found) == count, found
+                return found
+            assert time.monotonic() < deadline, (found, self.server.tail())
+            time.sleep(0.1)
+
+    def begin(self) -> None:
+        time.sleep(0.5)
+        self.seen = len(self.records())
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("events")
+    model, adapter = tiny_model(folder, "mistral"), folder / "adapter"
+    python = vllm_environment() / "bin" / "python"
+    make = [str(python), str(ROOT / "tests/tiny_adapter.py"), str(adapter), str(LAYERS), str(HIDDEN)]
+    subprocess.run(make, check=True, timeout=120)
+    arguments = (
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-modules",
+        f"tiny={adapter}",
+        "--block-size",
+        str(BLOCK),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for /sleep, /collective_rpc and their like
+        hook = {"SPARSEETY_HOOK_CAPTURE": "tokens,kv"}
+        with serve(folder, hook_dir=folder / "logs", model=model, arguments=arguments, hook=hook) as server:
+            yield Engine(server, folder / "logs")
+
+
+@pytest.fixture
+def engine(running: Engine) -> Engine:
+    running.begin()
+    return running
+
+
+def prompt_of(first: int, length: int = 3 * BLOCK) -> list[int]:
+    return list(range(first, first + length))
+
+
+def test_a_prompt_is_computed_cold_and_reused_warm_until_the_cache_is_reset(engine: Engine) -> None:
+    texts = [engine.reply(prompt_of(100)) for _ in range(2)]
+    assert engine.post("/reset_prefix_cache") == {"success": True}
+    texts.append(engine.reply(prompt_of(100)))
+    assert len(set(texts)) == 1
+    cold, warm, again = engine.new(RequestFinished, 3)
+    assert (cold.cached_tokens, cold.computed) == (0, 3 * BLOCK)
+    assert (warm.cached_tokens, warm.computed) == (2 * BLOCK, BLOCK)  # the last position is computed, and its block
+    assert (again.cached_tokens, again.computed) == (0, 3 * BLOCK)
+    (event,) = engine.new(EngineEvent, 1)
+    assert (event.kind, event.detail, event.done) == ("cache_reset", "prefix", True)
+    assert warm.ts < event.ts < again.ts
+
+
+def test_sleep_and_wake_are_said_and_the_reply_after_is_the_reply_before(engine: Engine) -> None:
+    before = engine.reply(prompt_of(300))
+    engine.post("/sleep?level=1")
+    engine.post("/wake_up")
+    assert engine.reply(prompt_of(300)) == before
+    events = engine.new(EngineEvent, 5)
+    assert [(event.kind, event.detail) for event in events] == [
+        ("sleep", "level 1"),
+        ("cache_reset", "prefix"),
+        ("cache_reset", "multi-modal"),
+        ("cache_reset", "encoder"),
+        ("wake", None),
+    ]
+    first, second = engine.new(RequestFinished, 2)
+    assert first.ts < events[0].ts < events[-1].ts < second.ts
+    assert (first.cached_tokens, second.cached_tokens) == (0, 0)
+
+
+def test_new_weights_and_their_version_are_said(engine: Engine) -> None:
+    before = engine.reply(prompt_of(500))
+    engine.post("/collective_rpc", {"method": "reload_weights"})  # from the files: the same ones
+    engine.post("/update_weight_version", {"new_version": "step-7"})
+    assert engine.reply(prompt_of(500)) == before
+    update, version = engine.new(EngineEvent, 2)
+    assert (update.kind, update.detail) == ("weight_update", "reload_weights")
+    assert (version.kind, version.weight_version) == ("weight_version", "step-7")
+    versions = [step.weight_version for step in engine.records()[engine.seen :] if isinstance(step, Step)]
+    assert versions[0] is None
+    assert [each for each in versions if each] == ["step-7"]  # with the first step that was made with them
+
+
+def test_a_request_to_an_adapter_names_it(engine: Engine) -> None:
+    assert engine.reply(prompt_of(700)) != engine.reply(prompt_of(700), model="tiny")
+    plain, adapted = engine.new(RequestAdded, 2)
+    assert (plain.lora, adapted.lora) == (None, "tiny")
+    assert [each.cached_tokens for each in engine.new(RequestFinished, 2)] == [0, 0]  # a cache of its own
+
+
+@pytest.mark.parametrize(("parameters", "role"), [("do_remote_decode", "prefill"), ("do_remote_prefill", "decode")])
+def test_the_engine_of_a_prefill_or_decode_says_which_it_is(engine: Engine, parameters: str, role: str) -> None:
+    engine.reply(prompt_of(900), kv_transfer_params={parameters: True})
+    (added,) = engine.new(RequestAdded, 1)
+    assert added.role == role
+
+
+def test_the_share_of_the_context_that_a_window_reads_is_derived(engine: Engine) -> None:
+    prompt = prompt_of(1100, SLIDING_WINDOW - 4)  # the window is full within the reply
+    engine.reply(prompt)
+    (start,) = [record for record in engine.records() if isinstance(record, EngineStart)]
+    assert [(each.layer_type, each.layers, each.window) for each in start.attention] == [
+        ("sliding", LAYERS, SLIDING_WINDOW)
+    ]
+    (finished,) = engine.new(RequestFinished, 1)
+    before = [len(prompt) + number for number in range(12)]  # positions before and at the query of each output
+    assert finished.attended["sliding"] == (sum(min(each, SLIDING_WINDOW) for each in before), sum(before))
