@@ -1,5 +1,5 @@
 """What else happens to a real engine: cold and warm caches, sleep and wake, new weights, LoRA, a window of attention,
-engines of prefill and decode. One server, a tiny Mistral; each test reads what the log gained since it began.
+engines of prefill and decode. Nearly all on one server, a tiny Mistral; each test reads what its log gained.
 """
 
 import json
@@ -146,13 +146,6 @@ def test_a_request_to_an_adapter_names_it(engine: Engine) -> None:
     assert [each.cached_tokens for each in engine.new(RequestFinished, 2)] == [0, 0]  # a cache of its own
 
 
-@pytest.mark.parametrize(("parameters", "role"), [("do_remote_decode", "prefill"), ("do_remote_prefill", "decode")])
-def test_the_engine_of_a_prefill_or_decode_says_which_it_is(engine: Engine, parameters: str, role: str) -> None:
-    engine.reply(prompt_of(900), kv_transfer_params={parameters: True})
-    (added,) = engine.new(RequestAdded, 1)
-    assert added.role == role
-
-
 def test_the_share_of_the_context_that_a_window_reads_is_derived(engine: Engine) -> None:
     prompt = prompt_of(1100, SLIDING_WINDOW - 4)  # the window is full within the reply
     engine.reply(prompt)
@@ -163,3 +156,30 @@ def test_the_share_of_the_context_that_a_window_reads_is_derived(engine: Engine)
     (finished,) = engine.new(RequestFinished, 1)
     before = [len(prompt) + number for number in range(12)]  # positions before and at the query of each output
     assert finished.attended["sliding"] == (sum(min(each, SLIDING_WINDOW) for each in before), sum(before))
+
+
+def test_of_a_prompt_that_was_computed_elsewhere_the_log_says_how_much_came_from_there(tmp_path: Path) -> None:
+    """Engines of prefill and of decode share a store. Here one server plays both, its own cache emptied between."""
+    store = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    store["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path / "store")}  # type: ignore[assignment]
+    arguments = ("--kv-transfer-config", json.dumps(store), "--block-size", str(BLOCK))
+    model = tiny_model(tmp_path, "llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        with serve(tmp_path, hook_dir=tmp_path / "logs", model=model, arguments=arguments) as server:
+            engine = Engine(server, tmp_path / "logs")
+            engine.begin()
+            prompt = prompt_of(100, 4 * BLOCK + 2)
+            engine.reply(prompt[:-1], kv_transfer_params={"do_remote_decode": True})
+            engine.post("/reset_prefix_cache")
+            engine.reply(prompt, kv_transfer_params={"do_remote_prefill": True})
+            assert [each.role for each in engine.new(RequestAdded, 2)] == ["prefill", "decode"]
+            first, second = engine.new(RequestFinished, 2)
+            time.sleep(1.5)
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
+                metrics = reply.read().decode()
+    assert (first.cached_tokens, first.external_tokens, first.computed) == (0, 0, 4 * BLOCK + 1)
+    assert (second.cached_tokens, second.external_tokens, second.computed) == (4 * BLOCK, 4 * BLOCK, 2)
+    (line,) = [line for line in metrics.splitlines() if 'status="reused_external"' in line]
+    assert line.startswith("sparseety_prompt_tokens_by_status_total")
+    assert float(line.split()[-1]) == 4 * BLOCK
