@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparseety.logreader import find_logs, read_log
-from sparseety.records import AnyRecord, LogClose, Sparsity, SparsityStart
+from sparseety.records import AnyRecord, Gap, LogClose, Sparsity, SparsityStart
 from tests.torch_python import ROOT, answer, tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.e2e_full]
@@ -25,10 +25,20 @@ def switch(folder: Path, model: str, control: list[str], *, eager: bool) -> list
         "SPARSEETY_HOOK_CAPTURE": "tokens,sparsity",
         "SPARSEETY_HOOK_CONTROL": str(folder / "control.json"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to send a function to the worker
+        "PYTHONPATH": f"{folder}:{ROOT}",
     }
     program = str(ROOT / "tests/vllm_switch.py")
     found: list[dict[str, Any]] = answer(program, str(tiny(model)), json.dumps(asked), cwd=folder, **variables)["found"]
     return found
+
+
+# sitecustomize is imported by each of vLLM's processes, before the plugin.
+FAULT = """
+import sampler_hook.counting as counting
+def broken(*args, **kwargs):
+    raise RuntimeError("broken for the test")
+counting.Counting.{} = broken
+"""
 
 
 def worker_logs(folder: Path) -> list[list[AnyRecord]]:
@@ -62,3 +72,14 @@ def test_out_of_the_control_file_sparsity_leaves_the_worker_and_comes_back_into_
             tokens * site.width for site in start.sites
         ]
     print(f"\n{model}: seconds a round: {[round(each['seconds'], 3) for each in rounds]}")
+
+
+@pytest.mark.parametrize("method", ["pause", "resume"])
+def test_a_fault_while_switching_ends_the_counting_and_no_reply_notices(tmp_path: Path, method: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAULT.format(method))
+    rounds = switch(tmp_path, "opt", [WITH, WITHOUT, WITH], eager=True)
+    assert all(each["outputs"] == rounds[0]["outputs"] for each in rounds)
+    assert rounds[0]["methods"] != []
+    assert (rounds[-1]["methods"], rounds[-1]["hooks"], rounds[-1]["live"]) == ([], 0, 0)
+    gaps = [record.reason for log in worker_logs(tmp_path) for record in log if isinstance(record, Gap)]
+    assert gaps == ["counting sparsity switched itself off: RuntimeError"]
