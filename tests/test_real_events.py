@@ -1,5 +1,5 @@
 """What else happens to a real engine: cold and warm caches, sleep and wake, new weights, LoRA, a window of attention,
-engines of prefill and decode. Nearly all on one server, a tiny Mistral; each test reads what its log gained.
+engines of prefill and decode. Most on one server, a tiny Llama; each test reads what its log gained.
 """
 
 import json
@@ -64,7 +64,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("events")
-    model, adapter = tiny_model(folder, "mistral"), folder / "adapter"
+    model, adapter = tiny_model(folder, "llama"), folder / "adapter"
     python = vllm_environment() / "bin" / "python"
     make = [str(python), str(ROOT / "tests/tiny_adapter.py"), str(adapter), str(LAYERS), str(HIDDEN)]
     subprocess.run(make, check=True, timeout=120)
@@ -146,14 +146,17 @@ def test_a_request_to_an_adapter_names_it(engine: Engine) -> None:
     assert [each.cached_tokens for each in engine.new(RequestFinished, 2)] == [0, 0]  # a cache of its own
 
 
-def test_the_share_of_the_context_that_a_window_reads_is_derived(engine: Engine) -> None:
-    prompt = prompt_of(1100, SLIDING_WINDOW - 4)  # the window is full within the reply
-    engine.reply(prompt)
-    (start,) = [record for record in engine.records() if isinstance(record, EngineStart)]
+def test_the_share_of_the_context_that_a_window_reads_is_derived(tmp_path: Path) -> None:
+    hook, model = {"SPARSEETY_HOOK_CAPTURE": "tokens,kv"}, tiny_model(tmp_path, "mistral")
+    with serve(tmp_path, hook_dir=tmp_path / "logs", model=model, hook=hook) as server:
+        engine = Engine(server, tmp_path / "logs")
+        prompt = prompt_of(1100, SLIDING_WINDOW - 4)  # the window is full within the reply
+        engine.reply(prompt)
+        (finished,) = engine.new(RequestFinished, 1)
+        (start,) = engine.new(EngineStart, 1)
     assert [(each.layer_type, each.layers, each.window) for each in start.attention] == [
         ("sliding", LAYERS, SLIDING_WINDOW)
     ]
-    (finished,) = engine.new(RequestFinished, 1)
     before = [len(prompt) + number for number in range(12)]  # positions before and at the query of each output
     assert finished.attended["sliding"] == (sum(min(each, SLIDING_WINDOW) for each in before), sum(before))
 
