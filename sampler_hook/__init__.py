@@ -37,7 +37,7 @@ def _count_sparsity(settings: HookSettings) -> None:
     """The other part, off until asked for: where it cannot be had, tokens are recorded all the same."""
     try:
         if sparsity := SparsitySettings.from_env(os.environ):
-            worker.install(settings.folder, sparsity, os.environ)
+            worker.install(settings, sparsity, os.environ)
     except SparseetyError as error:
         if multiprocessing.parent_process() is None:
             log.error("sparseety: %s; tokens are recorded, sparsity is not", error)

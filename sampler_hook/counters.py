@@ -21,8 +21,9 @@ from sparseety.records import AnyRecord, Experts, Router, Site, Sparsity
 
 UNWRITTEN = -1
 
-# By the number that an operator is called with: a number is part of a compiled graph, what it stands for is not.
-thresholds: dict[int, float] = {}
+# Who counts, by the number that an operator is called with, and the threshold of near zero. A number is part of a
+# compiled graph, what it stands for is not: the operators of one that is not in here return at once.
+live: dict[int, float] = {}
 _library: list[Any] = []  # torch forgets operators whose library is collected
 _faults: list[Exception] = []  # of the operators, which may not raise inside a forward pass
 
@@ -34,8 +35,9 @@ def operators() -> Any:
     if not _library:
         library = torch.library.Library("sparseety", "DEF")
         for name, schema, implementation in (
-            ("count_activations", "(Tensor values, int threshold, Tensor(a!) out) -> ()", _count_activations),
-            ("note_experts", "(Tensor logits, Tensor(a!) out) -> ()", _note_experts),
+            ("count_activations", "(Tensor values, int number, Tensor(a!) out) -> ()", _count_activations),
+            ("note_experts", "(Tensor logits, int number, Tensor(a!) out) -> ()", _note_experts),
+            ("note_choices", "(Tensor experts, int number, Tensor(a!) out) -> ()", _note_choices),
         ):
             library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
             library.impl(name, _never_raising(implementation), "CompositeExplicitAutograd")
@@ -52,9 +54,11 @@ def take_fault() -> Exception | None:
 
 
 def _never_raising(body: Callable[..., None]) -> Callable[..., None]:
-    def guarded(*args: Any) -> None:
+    def guarded(values: Any, number: int, out: Any) -> None:
+        if number not in live:
+            return  # of a compiled graph, which keeps them when counting has ended
         try:
-            body(*args)
+            body(values, number, out)
         except Exception as error:  # noqa: BLE001 -- inside a forward pass: the reply comes first
             if not _faults:
                 _faults.append(error)
@@ -62,12 +66,11 @@ def _never_raising(body: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def _count_activations(values: Any, threshold: int, out: Any) -> None:
+def _count_activations(values: Any, number: int, out: Any) -> None:
     """Per row: elements that are not zero, and those that are not near zero."""
     import torch
 
-    near = thresholds[threshold]
-
+    near = live[number]
     flat = values.reshape(-1, values.shape[-1])[: out.shape[0]]
     rows = out[: flat.shape[0]]
     # Comparing 16-bit floats is an order of magnitude slower on a CPU than turning them into booleans.
@@ -90,10 +93,16 @@ def _representable(threshold: float, dtype: Any) -> float:
     return float(rounded)
 
 
-def _note_experts(logits: Any, out: Any) -> None:
+def _note_experts(logits: Any, number: int, out: Any) -> None:
     """Per row: the top-k of a plain router; softmax and sigmoid keep the order of the logits."""
     flat = logits.reshape(-1, logits.shape[-1])[: out.shape[0]]
     out[: flat.shape[0]] = flat.topk(out.shape[1], dim=-1).indices
+
+
+def _note_choices(experts: Any, number: int, out: Any) -> None:
+    """Per row: the experts as the router itself chose them."""
+    flat = experts.reshape(-1, experts.shape[-1])[: out.shape[0], : out.shape[1]]
+    out[: flat.shape[0], : flat.shape[1]] = flat
 
 
 # --------------------------------------------------------------------------------------------------- the buffers

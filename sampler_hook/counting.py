@@ -1,5 +1,6 @@
 """Counting one model's sparsity, whatever runs it: where, by which hooks, over which steps, into which records."""
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from sampler_hook import counters, sites
+from sampler_hook.choices import Tap
 from sampler_hook.counters import Counters
 from sampler_hook.ledger import Ledger, Rows, Slot
 from sampler_hook.sparsity_settings import EXPERTS, KINDS, SPARSITY
@@ -18,6 +20,7 @@ log = logging.getLogger("vllm.sparseety")
 
 Put = Callable[[AnyRecord], object]
 
+_numbers = itertools.count()
 _AT_ONCE = 1 << 24  # elements of a weight that are looked at at once: it takes a byte each
 
 
@@ -35,16 +38,22 @@ class Counting:
         device: Any,
         config: Any = None,
         kinds: Collection[str] = KINDS,
+        mixed: str | None = None,
+        captured: bool = False,
+        compiled: bool = False,
     ) -> None:
+        """mixed, captured: as sites.find has them. compiled: graphs are made of the model with the hooks in them; their
+        code finds its buffers by way of the hooks, and fails the request where those are gone: so they stay."""
         self._put, self._clock, self._device = put, clock, device
-        self.found = sites.find(model, config=config, rank=start.tensor_parallel_rank)
+        self._batch, self._compiled = mixed is None, compiled
+        rank = start.tensor_parallel_rank
+        self.found = sites.find(model, config=config, rank=rank, mixed=mixed, captured=captured)
         if SPARSITY not in kinds:
             self.found.sites.clear()
         if EXPERTS not in kinds:
             self.found.routers.clear()
         self._wanted = {SPARSITY, EXPERTS} & set(kinds)
-        self._threshold = len(counters.thresholds)
-        counters.thresholds[self._threshold] = start.threshold
+        self._number = next(_numbers)
         self.start = replace(
             start,
             sites=[site for site, _ in self.found.sites],
@@ -54,26 +63,62 @@ class Counting:
         self._counters = Counters(self.start.sites, self.start.routers, rows, device, clock, start.per_token)
         self._ledger = Ledger()
         self._handles: list[Any] = []
+        self._taps: list[Tap] = []
         self._silent_reported = False
 
-    def attach(self) -> None:
-        """Put the hooks on, and write what is counted."""
-        operators = counters.operators()
-        site_buffers, router_buffers = self._counters.buffers
-        for (_, module), buffer in zip(self.found.sites, site_buffers, strict=True):
-            hook = _before_projection(operators.count_activations, self._threshold, buffer)
-            self._handles.append(module.register_forward_pre_hook(hook))
-        for (_, module), buffer in zip(self.found.routers, router_buffers, strict=True):
-            self._handles.append(module.register_forward_hook(_after_router(operators.note_experts, buffer)))
+    def attach(self, put: Put | None = None) -> None:
+        """Put the hooks on, and write what is counted. Again, after they were taken off: `put` is where to, then."""
+        self._put = put or self._put
+        counters.live[self._number] = self.start.threshold
+        if not (self._handles or self._taps):
+            self._register()
+        self.tap()
         self._put(self.start)
-        if not self._handles and self._wanted and not self.start.tensor_parallel_rank:
+        if not (self._handles or self._taps) and self._wanted and not self.start.tensor_parallel_rank:
             reasons = "; ".join(dict.fromkeys(self.found.not_observed.values()))
             raise SparseetyError(f"nothing of this model can be counted: {reasons}")
 
+    def _register(self) -> None:
+        operators = counters.operators()
+        site_buffers, router_buffers = self._counters.buffers
+        for (_, module), buffer in zip(self.found.sites, site_buffers, strict=True):
+            hook = _before_projection(operators.count_activations, self._number, buffer)
+            self._handles.append(module.register_forward_pre_hook(hook))
+        for (router, module), buffer in zip(self.found.routers, router_buffers, strict=True):
+            if router.by_callback:
+                note = _choices(operators.note_choices, self._number, buffer)
+                self._taps.append(Tap(module, note, batch=self._batch))
+            else:
+                hook = _after_router(operators.note_experts, self._number, buffer)
+                self._handles.append(module.register_forward_hook(hook))
+
+    def tap(self) -> None:
+        """Put our callbacks on the routers, above those that vLLM has put there meanwhile."""
+        for tap in self._taps:
+            tap.put_on()
+
     def detach(self) -> None:
+        """Take the hooks off, or have those in graphs count for no one from here on."""
+        counters.live.pop(self._number, None)
+        if self._compiled:
+            return
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for tap in self._taps:
+            tap.take_off()
+        self._handles, self._taps = [], []
+
+    def pause(self) -> int:
+        """Write what there is, and take the hooks off. Returns how many requests were under way."""
+        requests = self._ledger.requests
+        self.close()
+        self.detach()
+        return requests
+
+    def resume(self, put: Put) -> None:
+        """Put them on again."""
+        self.start = replace(self.start, ts=self._clock())
+        self.attach(put)
 
     def set_threshold(self, threshold: float) -> None:
         """Count near zeros by another threshold from the next step on. What was counted so far is written down first,
@@ -84,7 +129,7 @@ class Counting:
         self._counters.take(self._ledger.due(at_least=1))
         self._write(wait=True)
         self.start = replace(self.start, ts=self._clock(), threshold=threshold)
-        counters.thresholds[self._threshold] = threshold
+        counters.live[self._number] = threshold
         self._put(self.start)
 
     def before_step(self, rows: int) -> None:
@@ -150,26 +195,33 @@ class Counting:
 # torch.compile traces through these: nothing but what it can trace, and no exception that it would have to catch.
 
 
-def _before_projection(count: Any, threshold: int, buffer: Any) -> Callable[..., None]:
+def _before_projection(count: Any, number: int, buffer: Any) -> Callable[..., None]:
     import torch
 
     def hook(module: Any, args: Any) -> None:
         values = first_tensor(args, torch.Tensor)
         if values is not None and values.is_floating_point():
-            count(values, threshold, buffer)
+            count(values, number, buffer)
 
     return hook
 
 
-def _after_router(note: Any, buffer: Any) -> Callable[..., None]:
+def _after_router(note: Any, number: int, buffer: Any) -> Callable[..., None]:
     import torch
 
     def hook(module: Any, args: Any, output: Any) -> None:
         logits = first_tensor(output, torch.Tensor)
         if logits is not None and logits.is_floating_point():
-            note(logits, buffer)
+            note(logits, number, buffer)
 
     return hook
+
+
+def _choices(note: Any, number: int, buffer: Any) -> Callable[[Any], None]:
+    def noted(experts: Any) -> None:
+        note(experts, number, buffer)
+
+    return noted
 
 
 def first_tensor(value: Any, tensor: type) -> Any:

@@ -70,6 +70,11 @@ class Ledger:
         self._free: list[int] = []
         self.capacity = 0  # slots ever needed at once: rows that the device's table must have
 
+    @property
+    def requests(self) -> int:
+        """How many are followed."""
+        return len(self._computed)
+
     def segments(self, rows: Iterable[Rows]) -> list[Segment]:
         """A step's rows in their order, cut where the phase changes. To be called once a step."""
         return [segment for each in rows for segment in self._cut(each)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from sampler_hook import choices
 from sparseety.records import Router, Site
 
 # The last part of the module's name. `c_proj` and `w2` name other things too: only inside an MLP.
@@ -26,13 +27,14 @@ class Found:
     """What of a model is counted, and what is not, and why."""
 
     sites: list[tuple[Site, Any]] = field(default_factory=list)  # with its module
-    routers: list[tuple[Router, Any]] = field(default_factory=list)
+    routers: list[tuple[Router, Any]] = field(default_factory=list)  # with it; by_callback: with its experts
     not_observed: dict[str, str] = field(default_factory=dict)  # module name -> reason
 
 
-def find(model: Any, *, config: Any = None, rank: int = 0) -> Found:
+def find(model: Any, *, config: Any = None, rank: int = 0, mixed: str | None = None, captured: bool = False) -> Found:
     """Look through a model. `config`: the model's own; `rank`: of the tensor parallel group, whose members see some
-    things whole and alike: those rank 0 counts alone."""
+    things whole and alike: those rank 0 counts alone. `mixed`: why rows inside the experts are not the batch's, if they
+    are not; `captured`: vLLM was asked to capture choices of experts, and it knows which are."""
     found = Found()
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -42,7 +44,7 @@ def find(model: Any, *, config: Any = None, rank: int = 0) -> Found:
         if last in DOWN_PROJECTIONS and (last not in _INSIDE_AN_MLP or _MLP.search(parent)):
             _add_site(found, name, module, rank)
         elif last in ROUTERS and (experts := getattr(modules.get(parent), "experts", None)) is not None:
-            _add_router(found, name, module, experts, config, rank)
+            _add_router(found, name, module, experts, config, rank, None if captured else mixed, captured)
     if not (found.sites or found.routers or found.not_observed):
         found.not_observed[""] = (
             f"no module is named like a down projection ({', '.join(sorted(DOWN_PROJECTIONS))}) or a router"
@@ -81,21 +83,29 @@ def _add_site(found: Found, name: str, module: Any, rank: int) -> None:
         found.sites.append((Site(name=name, width=width, layer=layer_of(name)), module))
 
 
-def _add_router(found: Found, name: str, module: Any, experts: Any, config: Any, rank: int) -> None:
-    number = _first_int(_attributes((module,), ("output_size", "out_features", "num_experts")))
-    top_k = _first_int(_attributes((module, getattr(experts, "router", None)), ("top_k",)))
+def _add_router(
+    found: Found, name: str, module: Any, experts: Any, config: Any, rank: int, mixed: str | None, captured: bool
+) -> None:
+    router = getattr(experts, "router", None)
+    number = _first_int(_attributes((module, router), ("output_size", "out_features", "num_experts")))
+    top_k = _first_int(_attributes((module, router), ("top_k",)))
     top_k = top_k or _first_int(_attributes((config,), ("num_experts_per_tok", "num_experts_per_token", "moe_topk")))
-    if reason := _not_plain(module, experts, config):
+    reason = _not_plain(module, experts, config)
+    by_callback = reason is not None and (captured or choices.place(experts) is not None)
+    if reason and not by_callback:
         found.not_observed[name] = reason
+    elif by_callback and mixed:
+        found.not_observed[name] = f"{reason}, and {mixed}"
     elif number is None or top_k is None:
         found.not_observed[name] = "how many experts it chooses from, or how many it chooses, is not known"
     elif rank:
         found.not_observed[name] = "all ranks route alike; rank 0 counts it"
     else:
-        found.routers.append((Router(name=name, experts=number, top_k=top_k, layer=layer_of(name)), module))
+        record = Router(name=name, experts=number, top_k=top_k, layer=layer_of(name), by_callback=by_callback)
+        found.routers.append((record, experts if by_callback else module))
 
 
-_NOT_PLAIN = "its choice is not the top-k of its logits: {}"
+_NOT_PLAIN = "its choice is not the top-k of its logits ({})"
 
 
 def _not_plain(module: Any, experts: Any, config: Any) -> str | None:

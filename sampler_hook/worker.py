@@ -2,22 +2,25 @@
 
 vLLM's objects are Any, as in adapters.py. One class method is wrapped, WorkerWrapperBase.init_device, which every kind
 of worker goes through; the rest sits on the one worker it made. A fault takes all of it off again: the tokens' capture
-and the serving go on.
+and the serving go on. So does the control file, between two steps, until it says otherwise.
 """
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, MutableMapping
 from multiprocessing import util as multiprocessing_util
-from pathlib import Path
 from typing import Any
 
 from sampler_hook import worker_adapters as adapters
 from sampler_hook.adapters import data_parallel_rank, text_config
+from sampler_hook.control import ControlFile
 from sampler_hook.counting import Counting, weights
-from sampler_hook.sparsity_settings import KINDS, WEIGHTS, SparsitySettings
+from sampler_hook.settings import HookSettings
+from sampler_hook.sparsity_settings import WEIGHTS, SparsitySettings
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
 from sparseety.logwriter import LogWriter
@@ -26,12 +29,12 @@ from sparseety.records import Gap, Scope, SparsityStart, Weights
 log = logging.getLogger("vllm.sparseety")
 
 _OURS = "__sparseety__"
-PART = "sparseety_part"  # on a worker's execute_model: its WorkerPart
+_LOOK_SECONDS = 1.0  # between looks at the control file
 
 Method = Callable[..., Any]
 
 
-def install(folder: Path, settings: SparsitySettings, environ: MutableMapping[str, str]) -> None:
+def install(hook: HookSettings, settings: SparsitySettings, environ: MutableMapping[str, str]) -> None:
     """Have the workers of this process, and of processes it starts, count. Raises SparseetyError."""
     if settings.kinds - {WEIGHTS}:
         adapters.keep_out_of_the_compile_cache(environ)
@@ -43,15 +46,15 @@ def install(folder: Path, settings: SparsitySettings, environ: MutableMapping[st
     if own is None:
         raise SparseetyError("this vLLM has no WorkerWrapperBase.init_device, where sparsity is counted from")
     if not hasattr(own, _OURS):
-        WorkerWrapperBase.init_device = _wrap_init_device(own, folder, settings)
+        WorkerWrapperBase.init_device = _wrap_init_device(own, hook, settings)
 
 
-def _wrap_init_device(own: Method, folder: Path, settings: SparsitySettings) -> Method:
+def _wrap_init_device(own: Method, hook: HookSettings, settings: SparsitySettings) -> Method:
     @functools.wraps(own)
     def init_device(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(wrapper, *args, **kwargs)
         try:
-            WorkerPart(wrapper.worker, folder, settings).attach()
+            WorkerPart(wrapper.worker, hook, settings).attach()
         except Exception:
             log.exception("sparseety: sparsity is not counted: the worker could not be followed")
         return result
@@ -61,33 +64,49 @@ def _wrap_init_device(own: Method, folder: Path, settings: SparsitySettings) -> 
 
 
 class WorkerPart:
-    """The counters of one worker."""
+    """What follows one worker."""
 
-    def __init__(self, worker: Any, folder: Path, settings: SparsitySettings) -> None:
-        self._worker, self._folder, self._settings = worker, folder, settings
+    def __init__(self, worker: Any, hook: HookSettings, settings: SparsitySettings) -> None:
+        self._worker, self._hook, self._settings = worker, hook, settings
+        self._control = ControlFile(hook)
         self._clock = monotonic_clock()
         self._writer: LogWriter | None = None
         self._pid = os.getpid()
-        self._counting: Counting | None = None
+        self._counting: Counting | None = None  # whether or not it counts now
+        self._counts = False
+        self._wanted = True  # by the operator
         self._weights: Weights | None = None
-        self._put_on: list[str] = []  # instance attributes that are ours
-        self._off = False
+        self._put_on: set[str] = set()  # instance attributes that are ours
+        self._off = False  # for good
+        self._switching = threading.Lock()
+        self._closing = threading.Event()
 
     def attach(self) -> None:
-        for name, wrap in (
-            ("load_model", self._wrap_load_model),
-            ("execute_model", self._wrap_execute_model),
-            ("shutdown", self._wrap_shutdown),
-        ):
-            setattr(self._worker, name, wrap(getattr(self._worker, name)))
-            self._put_on.append(name)
+        for name in ("load_model", "compile_or_warm_up_model", "execute_model", "shutdown"):
+            self._wrap(name)
+
+    def _wrap(self, name: str) -> None:
+        wrappers = {
+            "load_model": self._wrap_load_model,
+            "compile_or_warm_up_model": self._wrap_warm_up,
+            "execute_model": self._wrap_execute_model,
+            "shutdown": self._wrap_shutdown,
+        }
+        if name not in self._put_on:
+            self._put_on.add(name)
+            setattr(self._worker, name, wrappers[name](getattr(self._worker, name)))
+
+    def _unwrap(self, name: str) -> None:
+        """Give the worker its own method back."""
+        vars(self._worker).pop(name, None)
+        self._put_on.discard(name)
 
     def detach(self) -> None:
         """Give the worker its own methods back, and take the hooks off the model."""
         self._off = True
-        for name in self._put_on:
-            vars(self._worker).pop(name, None)
-        self._put_on = []
+        self._closing.set()
+        for name in list(self._put_on):
+            self._unwrap(name)
         if self._counting is not None:
             self._counting.detach()
 
@@ -111,7 +130,7 @@ class WorkerPart:
                 self._writer.put(Gap(ts=self._clock(), reason=reason, count=1))
         except Exception:
             log.exception("sparseety: and could not be taken off")
-        self._counting = None
+        self._counting, self._counts = None, False
 
     # ----------------------------------------------------------------------------------------------- the wrappers
 
@@ -125,17 +144,28 @@ class WorkerPart:
 
         return load_model
 
+    def _wrap_warm_up(self, own: Method) -> Method:
+        @functools.wraps(own)
+        def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+            # vLLM has put its own callbacks on the routers by now, and records its CUDA graphs in here.
+            if counting := self._counting:
+                self._safely(counting.tap)
+            return own(*args, **kwargs)
+
+        return compile_or_warm_up_model
+
     def _wrap_execute_model(self, own: Method) -> Method:
         @functools.wraps(own)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if counting := self._counting:
-                self._safely(lambda: counting.before_step(scheduler_output.total_num_scheduled_tokens))
+            if self._counts is not self._wanted:
+                self._safely(self._switch)
+            if self._counts and (counting := self._counting):
+                self._safely(counting.before_step, scheduler_output.total_num_scheduled_tokens)
             result = own(scheduler_output, *args, **kwargs)
-            if self._counting:
+            if self._counts:
                 self._safely(self._computed, scheduler_output)
             return result
 
-        setattr(execute_model, PART, self)
         return execute_model
 
     def _wrap_shutdown(self, own: Method) -> Method:
@@ -159,28 +189,39 @@ class WorkerPart:
         runner, config = self._worker.model_runner, self._worker.vllm_config
         if reason := adapters.rows_are_not_the_batch(config):
             raise SparseetyError(f"a request's rows cannot be told from others': {reason}")
-        self._writer = LogWriter(self._folder, "worker", Scope(), clock=self._clock)
+        writer = self._open_log()
         atexit.register(self.close)
         multiprocessing_util.Finalize(None, self.close, exitpriority=0)  # vLLM's children end without atexit
         counting = Counting(
             adapters.language_model(runner),
             _start(self._worker, self._settings, self._clock()),
-            put=self._writer.put,
+            put=writer.put,
             clock=self._clock,
             rows=adapters.rows_of_a_step(config),
             device=runner.device,
             config=text_config(config.model_config),
             kinds=self._settings.kinds,
+            mixed=adapters.rows_of_experts_are_not_the_batch(config),
+            captured=adapters.captures_experts(config),
+            compiled=adapters.is_compiled(config),
         )
         if WEIGHTS in self._settings.kinds:
-            self._writer.put(self._weights or weights(adapters.language_model(runner), self._clock()))
+            writer.put(self._weights or weights(adapters.language_model(runner), self._clock()))
         self._counting, self._batches = counting, adapters.BatchReader(config)
         counting.attach()
+        self._counts = True
         start = counting.start
         log.info(
             "sparseety: sparsity is counted at %d modules and %d routers; near zero is %g and below",
             *(len(start.sites), len(start.routers), start.threshold),
         )
+        if self._hook.control is not None:
+            self._look_at_control()
+            threading.Thread(target=self._watch, name="sparseety-control", daemon=True).start()
+
+    def _open_log(self) -> LogWriter:
+        self._writer = writer = LogWriter(self._hook.folder, "worker", Scope(), clock=self._clock)
+        return writer
 
     def _computed(self, scheduler_output: Any) -> None:
         counting = self._counting
@@ -188,20 +229,72 @@ class WorkerPart:
             return
         counting.finished(scheduler_output.finished_req_ids)
         self._batches.finished(scheduler_output.finished_req_ids)
-        if scheduler_output.total_num_scheduled_tokens:
-            told = getattr(scheduler_output, adapters.FROM_ENGINE, None) or {}  # step, requests to skip, what holds now
-            order = adapters.batch_order(self._worker.model_runner)
-            rows, kept = adapters.without(self._batches.rows(scheduler_output, order), told.get("skip", ()))
-            if rows and self._settings.kinds & set(told.get("capture", KINDS)):
-                counting.computed(rows, told.get("step"), kept)
-            counting.set_threshold(told.get("near_zero", counting.start.threshold))
+        if not scheduler_output.total_num_scheduled_tokens:
+            return
+        rows = self._batches.rows(scheduler_output, adapters.batch_order(self._worker.model_runner))
+        # Step, requests to skip, what holds now. Without it nobody knows whom to leave out: so nobody is counted.
+        told = getattr(scheduler_output, adapters.FROM_ENGINE, None)
+        if told is None or not self._settings.kinds & set(told["capture"]):
+            return
+        strangers = {each.engine_id for each in rows if each.prompt_len == adapters.STRANGER}
+        rows, kept = adapters.without(rows, strangers | set(told["skip"]))
+        if rows:
+            counting.computed(rows, told["step"], kept)
+        counting.set_threshold(told["near_zero"])
+
+    # ------------------------------------------------------------------------------------------------- the switch
+
+    def _watch(self) -> None:
+        """Look at the control file. Where the worker is on another machine than the engine and has no such file, the
+        engine's word alone holds, and stops the counts but not the counters."""
+        while not self._closing.wait(_LOOK_SECONDS):
+            try:
+                self._look_at_control()
+            except Exception:
+                log.exception("sparseety: the control file is not looked at any more in this worker")
+                return
+
+    def _look_at_control(self) -> None:
+        with contextlib.suppress(SparseetyError):  # the engine says it
+            if self._control.changed():
+                now = self._control.now
+                with self._switching:
+                    self._wanted = now.on and bool(now.capture & self._settings.kinds)
+                    if self._wanted and not self._closing.is_set():
+                        self._wrap("execute_model")
+
+    def _switch(self) -> None:
+        """Between two steps, in the worker's own thread: begin to count, or give vLLM its own methods back."""
+        counting = self._counting
+        if counting is None:
+            return
+        with self._switching:
+            self._counts = self._wanted
+            if not self._counts:
+                for name in ("load_model", "compile_or_warm_up_model", "execute_model"):
+                    self._unwrap(name)
+        if self._counts:
+            self._batches = adapters.BatchReader(self._worker.vllm_config)
+            counting.resume(self._open_log().put)
+            log.info("sparseety: sparsity is counted again")
+            return
+        requests, writer = counting.pause(), self._writer
+        if writer is not None:
+            if requests:
+                reason = "counting was switched off by the operator"
+                writer.put(Gap(ts=self._clock(), reason=reason, count=requests))
+            # Closing waits for the disk.
+            threading.Thread(target=writer.close, name="sparseety-log-closing").start()
+        log.info("sparseety: sparsity is not counted any more; the workers have vLLM's own methods back")
 
     def close(self) -> None:
         if self._writer is None or self._pid != os.getpid():
             return
+        self._closing.set()
         counting, self._counting = self._counting, None
-        if counting is not None:
+        if counting is not None and self._counts:
             counting.close()
+        self._counts = False
         self._writer.close()
 
 

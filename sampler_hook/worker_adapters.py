@@ -46,9 +46,29 @@ def rows_are_not_the_batch(config: Any) -> str | None:
     parallel = config.parallel_config
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         return "the batch is run in parts (--enable-dbo, --ubatch-size)"
+    if getattr(parallel, "use_sequence_parallel_moe", False):
+        return "each rank has a part of the batch in its experts' layers (sequence-parallel experts)"
     if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
         return "late layers see some tokens only (--kv-sharing-fast-prefill)"
     return None
+
+
+def is_compiled(config: Any) -> bool:
+    """Whether vLLM may make graphs of the model, by torch.compile or as CUDA graphs."""
+    return not config.model_config.enforce_eager
+
+
+def rows_of_experts_are_not_the_batch(config: Any) -> str | None:
+    """Why, inside of experts, a row need not be one of this engine's batch; None: it is."""
+    if getattr(config.parallel_config, "data_parallel_size", 1) > 1:
+        return "its experts may be given the rows of other engines, too (--data-parallel-size)"
+    return None
+
+
+def captures_experts(config: Any) -> bool:
+    """Whether the operator had vLLM capture which experts are chosen: --enable-return-routed-experts."""
+    places = (getattr(config, "aux_output_config", None), config.model_config)  # since 0.32, and before
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def language_model(runner: Any) -> Any:
@@ -67,6 +87,9 @@ def batch_order(runner: Any) -> Iterable[str]:
     state = getattr(runner, "execute_model_state", None)
     batch = getattr(state, "input_batch", None) or runner.input_batch  # model runner V2, or V1
     return list(batch.req_ids)
+
+
+STRANGER = -1  # prompt_len of a request that was under way when counting began
 
 
 class BatchReader:
@@ -91,7 +114,7 @@ class BatchReader:
                 engine_id,
                 counts[engine_id],
                 start=starts[engine_id],
-                prompt_len=self._prompt_len[engine_id],
+                prompt_len=self._prompt_len.get(engine_id, STRANGER),
                 drafts=len(drafts.get(engine_id, ())),
                 exact=self._exact,
             )

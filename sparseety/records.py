@@ -382,6 +382,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     experts: int  # to choose from
     top_k: int  # chosen for each token
     layer: int | None = None  # the layer's number, from 0; None: its name has none
+    by_callback: bool = False  # choices as vLLM's own callback for them tells; false: the top k of its logits
 
 
 class SparsityStart(Record, frozen=True, kw_only=True, tag="sparsity_start"):

@@ -15,6 +15,14 @@ def main() -> None:
 
     asked = json.loads(sys.argv[2])
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
+
+    def chosen(out: "torch.Tensor | tuple[torch.Tensor, ...]", k: int) -> list[list[int]]:
+        """A router's choice: its own where it tells it, as the last of three; else the top k of its logits."""
+        if isinstance(out, tuple) and len(out) == 3 and not out[-1].is_floating_point():
+            found: list[list[int]] = out[-1].tolist()
+            return found
+        return (out[0] if isinstance(out, tuple) else out).flatten(0, -2).topk(k).indices.tolist()
+
     seen: list[torch.Tensor] = []
     experts: list[list[list[int]]] = []
     for name, module in model.named_modules():
@@ -22,11 +30,7 @@ def main() -> None:
             module.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
         elif name.endswith(".gate"):
             k = model.config.num_experts_per_tok
-            module.register_forward_hook(
-                lambda _, args, out, k=k: experts.append(
-                    (out[0] if isinstance(out, tuple) else out).flatten(0, -2).topk(k).indices.tolist()
-                )
-            )
+            module.register_forward_hook(lambda _, args, out, k=k: experts.append(chosen(out, k)))
     result = []
     for ids, prompt in zip(asked["sequences"], asked["prompts"], strict=True):
         seen.clear()

@@ -33,6 +33,7 @@ class Setup:
     tiny: str | None = None  # a tiny random model of this name; None: the chat model
     hook: dict[str, str] = field(default_factory=dict)
     longer: int = 1  # replies are so many times as long
+    environment: dict[str, str] = field(default_factory=dict)  # of vLLM
 
 
 PLAIN = Setup("plain")
@@ -46,6 +47,19 @@ CROWDED = Setup(
     longer=3,
 )
 ENGINES = Setup("two engines, two API servers", ("--data-parallel-size", "2", "--api-server-count", "2"), tiny="llama")
+# Those that need not run each time. A random model says every kind of id, and starts fast.
+RANKS = Setup(
+    *("tensor parallel 2", ("--tensor-parallel-size", "2"), "llama"),
+    environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},  # else vLLM wants a NUMA node for each rank
+)
+COMPILED = Setup("compiled", ("--no-enforce-eager",), "llama")
+COLD = Setup("no prefix cache", ("--no-enable-prefix-caching",), "llama")
+SETUPS = [
+    PLAIN,
+    CROWDED,
+    ENGINES,
+    *(pytest.param(each, marks=pytest.mark.e2e_full) for each in (RANKS, COMPILED, COLD)),
+]
 
 
 @dataclass
@@ -85,7 +99,7 @@ class Chain:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.fixture(scope="module", params=[PLAIN, CROWDED, ENGINES], ids=lambda setup: setup.name)
+@pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.name)
 def chain(request, tmp_path_factory) -> Chain:
     setup = request.param
     folder = tmp_path_factory.mktemp("chain")
@@ -95,6 +109,8 @@ def chain(request, tmp_path_factory) -> Chain:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARSEETY_TEST_TAP", str(tap))
         patch.setenv("PYTHONPATH", str(ROOT))
+        for name, value in setup.environment.items():
+            patch.setenv(name, value)
         with serve(folder, hook_dir=logs, arguments=arguments, model=model, hook=setup.hook) as server:
             proxy = start_proxy(folder, server.url, logs)
             try:
@@ -204,6 +220,7 @@ def test_the_accounts_are_what_vllm_itself_counted(chain):
     cached = sum(record.cached_tokens or 0 for record in finished)
     assert chain.metric("vllm:prompt_tokens_by_source_total", source="local_compute") == computed
     assert chain.metric("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == cached
+    assert (cached > 0) is (chain.setup is not COLD)
     if chain.setup is CROWDED:
         assert chain.metric("vllm:spec_decode_num_draft_tokens_total") == sum(record.drafts for record in finished) > 0
         accepted = sum(record.drafts_accepted for record in finished)

@@ -3,60 +3,19 @@
 Each model is run once with the counters on (half a minute each), without a server: what counts is in the workers.
 """
 
-import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparseety.logreader import read_log
-from sparseety.records import AnyRecord, Experts, Gap, LogClose, Phase, Sparsity, SparsityStart, Weights
-from tests.torch_python import ROOT, answer, tiny
+from sparseety.records import Experts, Gap, LogClose, Sparsity, SparsityStart, Weights
+from tests.torch_python import ROOT
+from tests.vllm_runs import ALL, PROMPTS, THRESHOLD, Run, generate, plain, summed, worst_difference
 
 pytestmark = pytest.mark.vllm
 full = pytest.mark.e2e_full
 LLAMA = pytest.param("llama", False, marks=full)  # compiled: minutes
-
-PROMPTS = [list(range(5, 45)), list(range(300, 320)), list(range(1000, 1100))]
-MAX_TOKENS = 32
-THRESHOLD = 0.05
-ALL = "tokens,sparsity,experts,weights"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of PROMPTS."""
-
-    outputs: list[list[int]]
-    records: list[AnyRecord]
-
-    def of(self, kind: type) -> list[Any]:
-        return [record for record in self.records if isinstance(record, kind)]
-
-
-def generate(
-    model: str,
-    folder: Path,
-    *,
-    eager: bool = True,
-    max_tokens: int = MAX_TOKENS,
-    engine: dict[str, Any] | None = None,
-    **variables: str,
-) -> Run:
-    asked = {"prompts": PROMPTS, "max_tokens": max_tokens, "engine": {"enforce_eager": eager} | (engine or {})}
-    outputs = answer(
-        *(str(ROOT / "tests/vllm_generate.py"), str(tiny(model)), json.dumps(asked)),
-        cwd=folder,
-        **{"SPARSEETY_HOOK_DIR": str(folder / "logs"), "SPARSEETY_HOOK_NEAR_ZERO": str(THRESHOLD)} | variables,
-    )["outputs"]
-    problems: list[object] = []
-    records = [
-        record for path in (folder / "logs").glob("worker-*.jsonl") for _, record in read_log(path, problems.append)
-    ]
-    assert problems == []
-    return Run(outputs, records)
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +27,6 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def plain(model: str, run: Run) -> list[dict[str, Any]]:
-    """What transformers' own forward makes of the same tokens."""
-    sequences = [prompt + output for prompt, output in zip(PROMPTS, run.outputs, strict=True)]
-    asked = {"sequences": sequences, "prompts": [len(prompt) for prompt in PROMPTS], "threshold": THRESHOLD}
-    found: list[dict[str, Any]] = answer(str(ROOT / "tests/reference_counts.py"), str(tiny(model)), json.dumps(asked))
-    return found
-
-
-def summed(run: Run) -> dict[tuple[int, Phase], list[list[int]]]:
-    """Per request and phase, per site: [elements, zeros, near zeros]."""
-    sums: dict[tuple[int, Phase], list[list[int]]] = {}
-    for record in run.of(Sparsity):
-        into = sums.setdefault((int(record.engine_id.split("-")[0]), record.phase), [[0, 0, 0] for _ in record.zeros])
-        for site, numbers in zip(into, zip(record.elements, record.zeros, record.near, strict=True), strict=True):
-            site[:] = [a + b for a, b in zip(site, numbers, strict=True)]
-    return sums
-
-
 @pytest.mark.parametrize(("model", "eager"), [("opt", True), LLAMA])
 def test_counts_agree_with_a_plain_forward_for_each_request_phase_and_layer(
     counted: Any, model: str, eager: bool
@@ -95,18 +36,6 @@ def test_counts_agree_with_a_plain_forward_for_each_request_phase_and_layer(
     worst = worst_difference(model, run)
     print(f"{model}, {'eager' if eager else 'compiled'}: counts differ by {worst:.3%} of the elements at most")
     assert worst <= 0.005
-
-
-def worst_difference(model: str, run: Run) -> float:
-    """Of the share of zeros or near zeros, over requests, phases and layers."""
-    sums = summed(run)
-    worst = 0.0
-    for number, phases in enumerate(plain(model, run)):
-        for phase in ("prefill", "decode"):
-            for mine, theirs in zip(sums[number, phase], phases[phase], strict=True):
-                assert mine[0] == theirs[0]  # each token of the prompt, and all but the last of the output, once
-                worst = max(worst, *(abs(a - b) / theirs[0] for a, b in zip(mine[1:], theirs[1:], strict=True)))
-    return worst
 
 
 @full
@@ -161,23 +90,6 @@ def test_experts_agree_with_a_plain_forward(counted: Any) -> None:
     assert same / total > 0.97
 
 
-@full
-def test_experts_of_single_tokens_are_those_of_a_plain_forward(tmp_path: Path) -> None:
-    run = generate("mixtral", tmp_path, SPARSEETY_HOOK_CAPTURE="tokens,experts", SPARSEETY_HOOK_SPARSITY_GRAIN="token")
-    same = total = 0
-    for number, reference in enumerate(plain("mixtral", run)):
-        records = [record for record in run.of(Experts) if record.engine_id.startswith(f"{number}-")]
-        prompt = len(PROMPTS[number])
-        assert [record.positions for record in records][:2] == [[(0, prompt)], [(prompt, 1)]]
-        for router, layer in enumerate(reference["experts"]):
-            tokens = [chosen for record in records for chosen in record.token_experts[router]]
-            assert len(tokens) == len(layer)
-            same += sum(set(mine) == set(theirs) for mine, theirs in zip(tokens, layer, strict=True))
-            total += len(layer)
-    print(f"mixtral: both experts of {same} of {total} tokens equal")
-    assert same / total > 0.95
-
-
 @pytest.mark.parametrize(("model", "eager"), [("opt", True), LLAMA, ("mixtral", True)])
 def test_the_log_is_whole_and_says_what_was_counted(counted: Any, model: str, eager: bool) -> None:
     run = counted(model, eager)
@@ -212,7 +124,18 @@ def test_a_fault_in_any_hook_ends_the_counting_alone(counted: Any, tmp_path: Pat
     (tmp_path / "sitecustomize.py").write_text(f"{FAULTS}counting.Counting.{method} = broken\n")
     path = f"{tmp_path}:{ROOT}"
     run = generate("opt", tmp_path, SPARSEETY_HOOK_CAPTURE=ALL, PYTHONPATH=path)
-    assert run.outputs == counted("opt", True).outputs
+    check_that_counting_alone_ended(run, counted("opt", True), tmp_path)
+
+
+@full
+def test_a_fault_in_a_hook_of_a_compiled_model_ends_the_counting_alone(counted: Any, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"{FAULTS}counting.Counting.computed = broken\n")
+    run = generate("llama", tmp_path, eager=False, SPARSEETY_HOOK_CAPTURE=ALL, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    check_that_counting_alone_ended(run, counted("llama", False), tmp_path)
+
+
+def check_that_counting_alone_ended(run: Run, unbroken: Run, folder: Path) -> None:
+    assert run.outputs == unbroken.outputs
     assert [gap.reason for gap in run.of(Gap)] == ["counting sparsity switched itself off: RuntimeError"]
-    (engine,) = (tmp_path / "logs").glob("engine-*.jsonl")
+    (engine,) = (folder / "logs").glob("engine-*.jsonl")
     assert '"event":"request_finished"' in engine.read_text()  # tokens are recorded all the same

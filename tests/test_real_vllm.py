@@ -99,6 +99,7 @@ def folded(body: bytes) -> Any:
         choice["logprobs"] = [
             entry for piece in choice["logprobs"] if piece for entry in piece.get("content", piece.get("tokens", []))
         ]
+        choice["token_ids"] = [id_ for piece in choice["token_ids"] if piece for id_ in piece]
         for key in set(choice) - {"content", "text", "reasoning", "logprobs", "token_ids"}:
             choice[key] = [value for value in choice[key] if value is not None][-1:]
     return json.loads(json.dumps(whole))

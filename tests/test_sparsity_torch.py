@@ -10,7 +10,7 @@ OPERATOR = """
 from sampler_hook import counters
 count = counters.operators().count_activations
 def counted(values, threshold, rows=8):
-    counters.thresholds[7] = threshold
+    counters.live[7] = threshold
     out = torch.full((rows, 2), -1, dtype=torch.int32)
     count(values, 7, out)
     return out.tolist()
@@ -57,7 +57,7 @@ model = torch.compile(torch.nn.Sequential(torch.nn.ReLU(), layer), fullgraph=Tru
 found = []
 with torch.inference_mode():
     for rows, threshold in ((2, 0.0), (3, 0.0), (3, 1.0)):
-        counters.thresholds[7] = threshold
+        counters.live[7] = threshold
         buffer.fill_(-1)
         model(torch.tensor([[-1.0, 0.5, 1.0, 2.0]]).expand(rows, 4))
         found.append(buffer[:4].tolist())

@@ -9,11 +9,20 @@ from pathlib import Path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VOCABULARY, POSITIONS, HIDDEN, LAYERS, HEADS = 49152, 2048, 128, 4, 4
+SLIDING_WINDOW = 32
 STD = 0.08  # of the weights: with transformers' own 0.02, the output is one token over and over
 
 
 def configs() -> dict[str, object]:
-    from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen2MoeConfig
+    from transformers import (
+        Glm4MoeConfig,
+        GPT2Config,
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        OPTConfig,
+        Qwen2MoeConfig,
+    )
 
     common = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "dtype": "bfloat16"}
     plain = common | {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -24,6 +33,7 @@ def configs() -> dict[str, object]:
             **plain, ffn_dim=512, word_embed_proj_dim=HIDDEN, max_position_embeddings=POSITIONS, init_std=STD
         ),
         "llama": LlamaConfig(**grouped, intermediate_size=384),
+        "mistral": MistralConfig(**grouped, intermediate_size=384, sliding_window=SLIDING_WINDOW),
         "mixtral": MixtralConfig(**grouped, **experts, intermediate_size=256, num_local_experts=8),
         "qwen-moe": Qwen2MoeConfig(
             **grouped,
@@ -33,6 +43,20 @@ def configs() -> dict[str, object]:
             shared_expert_intermediate_size=256,
             num_experts=8,
             decoder_sparse_step=1,
+        ),
+        # Its router scores by sigmoid, adds a bias, and chooses among the experts of one of two groups.
+        "glm-moe": Glm4MoeConfig(
+            **grouped,
+            **experts,
+            intermediate_size=256,
+            moe_intermediate_size=128,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            head_dim=HIDDEN // HEADS,
+            num_nextn_predict_layers=0,
         ),
         "gpt2": GPT2Config(
             **common,
@@ -56,7 +80,10 @@ def make(folder: Path, tokenizer: Path, names: list[str]) -> None:
         if name not in names or (target / ".complete").exists():
             continue
         torch.manual_seed(7)
-        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(target)
+        model = AutoModelForCausalLM.from_config(config)
+        for buffer in (buffer for label, buffer in model.named_buffers() if label.endswith("e_score_correction_bias")):
+            buffer.normal_(std=0.1)  # made as 0, which would correct nothing
+        model.to(torch.bfloat16).save_pretrained(target)
         for file in TOKENIZER_FILES:
             (target / file).write_bytes((tokenizer / file).read_bytes())
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))

@@ -34,8 +34,11 @@ def run(*arguments: str, cwd: Path | None = None, **variables: str) -> str:
 
 def answer(*arguments: str, cwd: Path | None = None, **variables: str) -> Any:
     """The same; returns the JSON in the last line that is one."""
-    lines = run(*arguments, cwd=cwd, **variables).splitlines()
-    return json.loads(next(line for line in reversed(lines) if line.startswith(("{", "["))))
+    return last_json(run(*arguments, cwd=cwd, **variables))
+
+
+def last_json(printed: str) -> Any:
+    return json.loads(next(line for line in reversed(printed.splitlines()) if line.startswith(("{", "["))))
 
 
 _SERVE = """

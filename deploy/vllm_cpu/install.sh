@@ -2,12 +2,13 @@
 # Build a virtual environment with a real vLLM for the CPU, with this project's plugin in it, and SmolLM2-135M-Instruct
 # as a servable model. Usage: install.sh VENV MODEL_DIR. Both are left alone when they are complete already.
 #
+# VLLM_VERSION: another than 0.32.0; 0.28.0 is the other one that is tested.
 # TORCH_INDEX_URL: the index to take torch from, where the default one offers no CPU build (PyTorch keeps its own).
 set -euo pipefail
 venv=$1 model=$2
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
-vllm_version=0.32.0 torch_version=2.13.0
+vllm_version=${VLLM_VERSION:-0.32.0} torch_version=2.13.0
 
 say() { printf '%s  %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
 
