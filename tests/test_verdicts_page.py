@@ -21,6 +21,8 @@ def codes_in_the_code() -> set[str]:
         "FILE",
         "SHARE",
         "PATH",
+        "HOST",
+        "PORT",
     }
 
 
