@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sparseety.records import Endpoint
-from verifier.packed import Case, OpenCapture, Served, within
+from verifier.packed import Case, OpenCapture, Served, any_within, within
 
 
 @dataclass(slots=True)
@@ -39,10 +39,8 @@ class Group:
             return Case(capture, dict(found))
         for choice, candidates in found.items():
             found[choice] = [served for served in candidates if within(began(served), capture)]
-        claims = sum(
-            any(within(began(served), rival) for candidates in found.values() for served in candidates)
-            for rival in self.captures
-        )
+        begins = sorted(began(served) for candidates in found.values() for served in candidates)
+        claims = sum(any_within(begins, rival) for rival in self.captures)
         return Case(capture, {choice: served for choice, served in found.items() if served}, max(1, claims))
 
 

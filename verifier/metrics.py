@@ -1,4 +1,4 @@
-"""What a watch shows to Prometheus. Names and labels: docs/metrics.md."""
+"""What a watch shows to Prometheus. Names and labels: docs/watching.md."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 

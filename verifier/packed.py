@@ -3,6 +3,7 @@
 import math
 import pickle
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -66,6 +67,22 @@ class Past:
 
 
 @dataclass(slots=True)
+class PastOfId:
+    """The judged replies of one id, packed: all of a client's requests may bear it."""
+
+    packed: bytearray = field(default_factory=bytearray)
+    until: float = -math.inf  # the end of the last one and of all that belongs to it
+
+    def add(self, past: Past) -> None:
+        self.packed += past.pack()
+        self.until = max(self.until, past.end, *past.begins) if past.begins and past.by_time else math.inf
+
+    def is_over(self, after: float) -> bool:
+        """Do none of them matter to what began after that time, being joined by time themselves?"""
+        return self.until + CLOCK_SKEW < after
+
+
+@dataclass(slots=True)
 class OpenCapture:
     """A proxy's request that waits to be judged."""
 
@@ -79,6 +96,8 @@ class OpenCapture:
     gaps: list[Gap] = field(default_factory=list)
     parts: list[tuple[int, Packed]] = field(default_factory=list)  # and what to add to their lines
     named: int = 0  # in which order, among what was named and judged
+    queued: bool = False  # somebody will look whether it is ready
+    late: bool = False  # and once more when it has waited for long
     past: Past | None = None  # it is judged
 
     @property
@@ -145,6 +164,13 @@ def within(begin: float, capture: OpenCapture) -> bool:
     """Can the engine have begun this during that request? The engine begins after the proxy, and ends before it."""
     start, end = capture.life
     return start - CLOCK_SKEW <= begin <= end + CLOCK_SKEW
+
+
+def any_within(begins: list[float], capture: OpenCapture) -> bool:
+    """The same for any of these, which ascend."""
+    start, end = capture.life
+    index = bisect_left(begins, start - CLOCK_SKEW)
+    return index < len(begins) and begins[index] <= end + CLOCK_SKEW
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from sparseety.records import RequestAdded
 from verifier.join import Group, began, reply_id
 from verifier.logs import CLOCK_SKEW, Log, Loss, Writer
 from verifier.orphans import Unnamed
-from verifier.packed import Case, OpenCapture, Past, Served, within
+from verifier.packed import Case, OpenCapture, Past, PastOfId, Served, within
 from verifier.witnesses import Witnesses
 
 HORIZON = 60.0  # seconds of log time after which the other side of a request is not waited for with all its content
@@ -78,7 +78,7 @@ class Pending:
         self._captures: dict[tuple[int, int], OpenCapture] = {}  # by (id(log), number)
         self._served: dict[tuple[int, int], Served] = {}
         self._groups: dict[str, Group] = {}
-        self._past: dict[int, bytes] = {}  # by hash of the id
+        self._past: dict[int, PastOfId] = {}  # by hash of the id
         self._judged_until: dict[int, float] = {}  # by id(log)
         self._due: list[tuple[float, int, int, str]] = []  # a heap: time, id(log), number, what
         self._order = itertools.count(1)  # of naming and judging
@@ -129,8 +129,9 @@ class Pending:
         _, name = reply_id(added.external_id)
         group = self._group(name)
         group.served.append(served)
-        for past in self._judged(name, group):
-            served.taken = True
+        served.taken = hash(name) in self._past or any(one.past for one in group.captures)
+        # What has a number behind its id may be a prompt that a judged reply was not known to have.
+        for past in self._judged(name, group, added.ts if added.external_id == name else -math.inf):
             if past.changed_by(added, name):
                 self.contested.ids.add(name)
 
@@ -152,24 +153,29 @@ class Pending:
     def _group(self, name: str) -> Group:
         return self._groups.setdefault(name, Group())
 
-    def _judged(self, name: str, group: Group, since: float = math.inf) -> list[Past]:
-        """Replies of that id that were judged before `since`."""
+    def _judged(self, name: str, group: Group, after: float, since: float = math.inf) -> list[Past]:
+        """Replies of that id that were judged before `since`, and may matter to what began after that time."""
         here = [one.past for one in group.captures if one.past is not None and one.past.judged < since]
-        return [*Past.unpack(self._past.get(hash(name), b"")), *here]
+        known = self._past.get(hash(name))
+        if known is None or known.is_over(after):
+            return here
+        return [*Past.unpack(bytes(known.packed)), *here]
 
     def _look_at(self, capture: OpenCapture, ts: float) -> None:
         """Once all logs are read to that time and a bit further, it may be ready."""
-        heapq.heappush(self._due, (ts + CLOCK_SKEW, id(capture.log), capture.number, "capture"))
+        if not capture.queued:  # else it is looked at anyway, and all this seen
+            capture.queued = True
+            heapq.heappush(self._due, (ts + CLOCK_SKEW, id(capture.log), capture.number, "capture"))
 
     def _look_again(self, name: str | None) -> None:
         """Something of that id has ended."""
         group = self._groups.get(name) if name is not None else None
         if group is None:
             return
-        ends = [one.finished.ts for one in group.served if one.finished]
+        last = max((one.finished.ts for one in group.served if one.finished), default=-math.inf)
         for capture in group.captures:
             if capture.end and capture.past is None:
-                self._look_at(capture, max([capture.end.ts, *ends]))
+                self._look_at(capture, max(capture.end.ts, last))
 
     # ------------------------------------------------------------------------------------------- what can be judged
 
@@ -184,11 +190,14 @@ class Pending:
             capture = self._captures.get((log, number))
             if capture is None or capture.end is None or capture.past is not None:
                 continue
+            if what == "capture":
+                capture.queued = False
             if (case := self._case(capture, watermark)) is not None:
                 self._settle(case)
                 if self._only is None:
                     yield case
-            elif what == "capture":
+            elif not capture.late:
+                capture.late = True
                 heapq.heappush(self._due, (capture.end.ts + CLOCK_SKEW + HORIZON, log, number, "late"))
 
     def rest(self) -> list[Case]:
@@ -302,7 +311,9 @@ class Pending:
         if not capture.ids:
             return False
         begins = [began(served) for candidates in case.choices.values() for served in candidates]
-        for past in self._judged(capture.ids[0], group, capture.named):
+        own = all(within(begin, capture) for begin in begins)
+        after = capture.life[0] - CLOCK_SKEW if own else -math.inf
+        for past in self._judged(capture.ids[0], group, after, capture.named):
             if past.rivals(capture, begins):
                 self.contested.ids.add(capture.ids[0])
         if any(served.shrunk for candidates in case.choices.values() for served in candidates):
@@ -336,16 +347,20 @@ class Pending:
         """Let go of the judged replies of an id that overlap with none that waits, and of what belongs to them."""
         group = self._groups[name]
         waiting = [capture for capture in group.captures if capture.past is None]
+        earliest = min((capture.life[0] for capture in waiting), default=math.inf)
         kept = []
         for capture in group.captures:
             past = capture.past
-            if past is None or any(not one.begin or one.begin.ts <= past.end + 2 * CLOCK_SKEW for one in waiting):
+            if past is None or earliest <= past.end + 4 * CLOCK_SKEW:  # then none can claim what it was judged by
                 kept.append(capture)
                 continue
-            self._past[hash(name)] = self._past.get(hash(name), b"") + past.pack()
+            self._past.setdefault(hash(name), PastOfId()).add(past)
             del self._captures[id(capture.log), capture.number]
             for served in group.served:
-                if began(served) in past.begins and not any(within(began(served), one) for one in waiting):
+                begin = began(served)
+                if begin in past.begins and (
+                    begin < earliest - CLOCK_SKEW or not any(within(begin, one) for one in waiting)
+                ):
                     self._served.pop((id(served.log), served.number), None)
         group.captures = kept
         if self._live:

@@ -78,6 +78,7 @@ class Reading:
         self._sources: dict[Writer, _Source] = {}
         self._known: set[str] = set()  # names of files, as before packing
         self._marks: dict[Writer, Mark] = {}
+        self._listed = False  # it is known which files there are
 
     def resume(self, marks: Iterable[Mark]) -> None:
         """Begin there, not at the logs' beginnings."""
@@ -85,6 +86,7 @@ class Reading:
 
     def add(self, paths: Iterable[Path]) -> None:
         """Files to read, those that are known already among them."""
+        self._listed = True
         for path, opening in opened(path for path in paths if _stem(path) not in self._known):
             if self._grows and opening is None and _is_new(path):
                 continue  # it is known next time whose it is
@@ -151,6 +153,9 @@ class Reading:
 
     def marks(self, logs: Logs) -> Iterator[Mark]:
         """Where each log would have to be read from, to see again what is needed of the requests not judged."""
+        if not self._listed:  # else those that are in no source have no file any more
+            yield from self._marks.values()
+            return
         waiting = logs.pending.waiting()
         for source in self._sources.values():
             ledger = logs.known(source.writer)
