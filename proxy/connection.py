@@ -185,6 +185,11 @@ class Connection(asyncio.Protocol):
         self._stop_watching()
         self._transport.abort()
 
+    def drop(self) -> None:
+        """The exchange has failed, and whoever began it knows. The error's traceback leads back here: a circle."""
+        self.abort()
+        self._error = None
+
     async def _news(self) -> None:
         self._waiter = self._loop.create_future()
         try:
@@ -281,6 +286,7 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
         self._wake()
         self._on_lost(self)
+        del self._parser  # which leads back here; a circle would stay in memory until the collector comes by
 
     def _read_rest(self) -> None:
         """A write failed, perhaps because the upstream had enough of the request, replied and closed. The kernel still

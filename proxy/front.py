@@ -95,6 +95,9 @@ class FrontProtocol(HttpToolsProtocol):
             self._active.disconnected = True
             self._active.message_event.set()
         super().connection_lost(exc)
+        # Both lead back here; a circle would stay in memory until the collector comes by.
+        self.cycle = self._active = None
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -155,6 +158,8 @@ class FrontProtocol(HttpToolsProtocol):
 
     def _check(self, cycle: ReplyCycle, sent: int) -> None:
         """`sent`: how much of the cycle's reply had been written when the client ended its side."""
+        if self.transport.is_closing():
+            return
         connection = self.transport.get_extra_info("socket")
         nothing_written = self._active is cycle and cycle.bytes_sent == sent
         if nothing_written or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -23,7 +23,7 @@ def rest_collector() -> None:
     cost at Python's defaults: it walks all that was imported, again and again, and what requests leave waiting."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(10_000, 10, 10)
 
 
 class Server(uvicorn.Server):

@@ -54,7 +54,7 @@ class Transport(httpx.AsyncBaseTransport):
             connection.send(head, body, length, head_only=method == "HEAD")
             await connection.head()
         except BaseException:
-            connection.abort()
+            connection.drop()
             raise
         return Reply(connection.status, connection.headers, ReplyStream(self, connection))
 
@@ -96,7 +96,7 @@ class Transport(httpx.AsyncBaseTransport):
     def release(self, connection: Connection) -> None:
         """The exchange is over, in whatever way."""
         if not connection.reusable:
-            connection.abort()
+            connection.drop()
             return
         loop = asyncio.get_running_loop()
         connection.idle_since = loop.time()

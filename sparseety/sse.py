@@ -44,7 +44,9 @@ class SseSplitter:
         if not self._buffer and not self._dropped and data.endswith(b"\n\n") and b"\r" not in data:
             if data.find(b"\n\n") == len(data) - 2:
                 return [self._event(data)]  # nearly every read of a stream
-            return [self._event(raw + b"\n\n") for raw in data.split(b"\n\n")[:-1]]
+            *events, rest = data.split(b"\n\n")
+            self._buffer += rest  # one LF, where there were three at the end
+            return [self._event(raw + b"\n\n") for raw in events]
         self._buffer += data
         return self._cut()
 

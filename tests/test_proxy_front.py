@@ -18,6 +18,7 @@ from tests.raw_upstream import (
     Close,
     RawClient,
     RawUpstream,
+    Reset,
     RunningProxy,
     Step,
     chunk,
@@ -278,6 +279,18 @@ def test_a_client_that_ended_its_side_and_gets_nothing_counts_as_gone(front, lim
         client.send(post(b"{}"))
         client.socket.shutdown(socket.SHUT_WR)
         assert front.upstream.next_request().hung_up.wait(WAIT)
+
+
+def test_a_reply_that_breaks_off_while_a_half_closed_client_takes_nothing_is_no_error(front, limits, caplog):
+    go = threading.Event()
+    front.answers(chunked(), chunk(bytes(8 << 20)), go, Reset)
+    with front.client() as client:
+        client.send(post(b"{}"))
+        client.read_until(b"\r\n\r\n")
+        client.socket.shutdown(socket.SHUT_WR)
+        go.set()  # the connection is closing now, with bytes that the client does not take
+        threading.Event().wait(1.0)  # the proxy looks at it several times
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_client_that_hung_up_in_a_stream_is_noticed_even_if_the_stream_pauses(front, limits):
