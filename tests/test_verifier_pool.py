@@ -1,7 +1,10 @@
 """The process pool: what dies in it, and what goes wrong in it, costs one request its verdict and no more."""
 
+import contextlib
 import multiprocessing
 import os
+import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +47,33 @@ def test_tasks_beside_one_that_kills_its_process_come_back_and_the_killer_is_nam
         assert pool.submit(square, 7).result() == 49
     finally:
         pool.close()
+
+
+def much() -> bytes:
+    return bytes(8 << 20)
+
+
+def pid(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def refuse() -> None:
+    raise ValueError("as it should")
+
+
+def test_what_a_task_raises_is_raised_by_who_asks_for_it():
+    with contextlib.closing(LocalPool(1)) as pool, pytest.raises(ValueError, match="as it should"):
+        pool.submit(refuse).result()
+
+
+def test_a_process_that_is_killed_while_it_works_or_answers_costs_no_task_and_no_wait():
+    with contextlib.closing(LocalPool(2)) as pool:
+        workers = {task.result() for task in [pool.submit(pid, 0.5), pool.submit(pid, 0.5)]}
+        assert len(workers) == 2
+        tasks = [pool.submit(much) for _ in range(12)]
+        os.kill(workers.pop(), signal.SIGKILL)
+        assert {len(task.result()) for task in tasks} == {8 << 20}
 
 
 @dataclass(slots=True)
