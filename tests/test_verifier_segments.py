@@ -181,3 +181,72 @@ def test_a_request_that_a_gap_swallowed_whole_is_incomplete_and_counted(tmp_path
     result = verify(book.write(tmp_path))
     assert result.exit_code == 3
     assert "3 requests: 2 pass, 0 fail, 1 incomplete" in result.out
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+@pytest.mark.parametrize("closed", [True, False])
+def test_where_the_last_segment_says_that_another_follows_and_none_does_not_all_is_checked(
+    tmp_path, verify, missing, closed
+):
+    book = three_requests()
+    paths = cut(book.proxy, tmp_path, 6, closed=closed)  # one request each
+    cut(book.engine, tmp_path, 100)
+    for path in paths[-missing:]:
+        path.unlink()
+    result = verify(tmp_path)
+    assert result.exit_code == 3
+    assert f"{3 - missing} pass, 0 fail" in result.out
+    assert f"its log goes on in segment {3 - missing}, which is not here" in result.err
+
+
+def test_requests_lost_whole_in_a_log_that_is_not_closed_rule_out_exit_code_0(tmp_path, verify):
+    book = three_requests()
+    now = book.proxy[-1].ts
+    before = Gap(ts=now - 95, reason="paused", count=0, no_request=True)  # else it might be of the first one
+    gap = Gap(ts=now - 90, reason="queue full", count=6)
+    book.proxy = [record for record in book.proxy if getattr(record, "capture", 0) != 2]
+    at = next(n for n, record in enumerate(book.proxy) if getattr(record, "capture", 0) == 3)
+    book.proxy[at:at] = [before, gap]
+    result = verify(book.write(tmp_path, close=False))
+    assert "2 pass, 0 fail" in result.out
+    assert result.exit_code == 3
+
+
+def test_a_copy_that_holds_more_than_the_one_that_was_read_is_not_passed_over_in_silence(tmp_path, verify):
+    folder = three_requests().write(tmp_path)
+    whole = folder / "proxy-h-1-1.jsonl"
+    early = folder / "a-copy-of-proxy.jsonl"
+    early.write_bytes(whole.read_bytes())
+    assert verify(folder).exit_code == 0
+    early.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:7]))
+    result = verify(folder)
+    assert result.exit_code == 3
+    assert "it holds more than the copy that was read" in result.err
+    assert "it is empty" not in result.err
+
+
+def test_wherever_the_engines_log_is_cut_nothing_fails(tmp_path, verify):
+    book = Logbook()
+    for number in range(1, 4):
+        book.exchange([HELLO, WORLD, EOS], TEXT, name=f"chatcmpl-{number}", usage=3)
+    folder = book.write(tmp_path)
+    engine = folder / "engine-h-2-1.jsonl"
+    lines = engine.read_bytes().splitlines(keepends=True)
+    for count in range(len(lines) - 1):
+        engine.write_bytes(b"".join(lines[:count]))
+        assert verify(folder).exit_code == 3, count
+
+
+def test_wherever_the_log_of_a_proxy_that_all_requests_pass_is_cut_nothing_fails(tmp_path, verify):
+    book = Logbook()
+    opening = book.proxy[0]
+    assert isinstance(opening, LogOpen)
+    book.proxy[0] = msgspec.structs.replace(opening, scope=msgspec.structs.replace(opening.scope, exclusive=True))
+    for number in range(1, 4):
+        book.exchange([HELLO, WORLD, EOS], TEXT, name=f"chatcmpl-{number}", usage=3)
+    folder = book.write(tmp_path)
+    proxy = folder / "proxy-h-1-1.jsonl"
+    lines = proxy.read_bytes().splitlines(keepends=True)
+    for count in range(len(lines)):
+        proxy.write_bytes(b"".join(lines[:count]))
+        assert verify(folder).exit_code in (0, 3), count

@@ -259,8 +259,7 @@ def _obliged(log: Log, capture: Capture) -> bool:
         return False
     if not serves(log, start.parameters.model if start.parameters else None):
         return False
-    # Closed or not: after its end it had no duty.
-    return log.opening.ts <= start.ts and ending.ts <= log.last_ts + CLOCK_SKEW
+    return log.opening.ts <= start.ts and log.covers(ending.ts)
 
 
 def serves(log: Log, model: str | None) -> bool:

@@ -50,6 +50,7 @@ class _Source:
     position: float  # up to when it was read; before that, when it begins
     engine: bool  # it may be an engine's
     paths: deque[Path] = field(default_factory=deque)
+    segments: set[int] = field(default_factory=set)  # those of the paths, read or not
     reader: BlockReader | None = None
     file: LogFile | None = None
     ahead: deque[_Item] = field(default_factory=deque)
@@ -79,6 +80,8 @@ class Reading:
         self._known: set[str] = set()  # names of files, as before packing
         self._marks: dict[Writer, Mark] = {}
         self._listed = False  # it is known which files there are
+        self._notes: list[str] = []
+        self.gone: list[Mark] = []  # where to go on, in files that are not there any more
 
     def resume(self, marks: Iterable[Mark]) -> None:
         """Begin there, not at the logs' beginnings."""
@@ -86,16 +89,25 @@ class Reading:
 
     def add(self, paths: Iterable[Path]) -> None:
         """Files to read, those that are known already among them."""
-        self._listed = True
+        first, self._listed = [] if self._listed else list(self._marks.values()), True
         for path, opening in opened(path for path in paths if _stem(path) not in self._known):
             if self._grows and opening is None and _is_new(path):
                 continue  # it is known next time whose it is
             self._known.add(_stem(path))
             source = self._source(path, opening)
             mark = source.resume
+            if self._grows and opening is not None and opening.segment in source.segments:
+                self._notes.append(f"{path}: a copy of what is read already; it is left out")
+                continue  # else the other one would be taken for finished
             if mark is None or opening is None or opening.segment >= mark.segment:
+                if opening is not None:
+                    source.segments.add(opening.segment)
                 source.paths.append(path)
                 source.last = source.ended = False
+        for mark in first:
+            source_of = self._sources.get(mark.writer)
+            if source_of is None or (source_of.segments and mark.segment not in source_of.segments):
+                self.gone.append(mark)
 
     def _source(self, path: Path, opening: LogOpen | None) -> _Source:
         if opening is None:
@@ -121,6 +133,8 @@ class Reading:
 
     def into(self, logs: Logs) -> Iterator[float]:
         """Read all there is. Yields again and again the time up to which all logs are read. Raises SparseetyError."""
+        notes, self._notes[:] = self._notes[:], []
+        logs.notes += notes
         heap = [(source.position, source.writer) for source in self._sources.values() if not source.ended]
         heapq.heapify(heap)
         while heap:
@@ -156,7 +170,7 @@ class Reading:
         if not self._listed:  # else those that are in no source have no file any more
             yield from self._marks.values()
             return
-        waiting = logs.pending.waiting()
+        waiting, since = logs.pending.waiting(), logs.since()
         for source in self._sources.values():
             ledger = logs.known(source.writer)
             here = waiting.get(id(ledger.log), NOTHING) if ledger else NOTHING
@@ -164,7 +178,7 @@ class Reading:
                 source.marks.popleft()
             mark = source.marks[0][1] if source.marks else source.here()
             if mark is not None:
-                yield logs.with_judged(mark, here)
+                yield logs.with_judged(mark, here, since)
 
     def _next(self, source: _Source, logs: Logs) -> bool:
         """Take the next block of a source; False: it has none, so far."""
