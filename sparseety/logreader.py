@@ -58,7 +58,8 @@ def find_logs(arguments: Iterable[str]) -> list[Path]:
         path = Path(argument)
         try:
             if path.is_dir():
-                found.update(entry for entry in path.iterdir() if _LOG_NAME.fullmatch(entry.name) and entry.is_file())
+                for _ in range(2):  # one that is packed while a folder is listed may be missed in both its forms
+                    found.update(each for each in path.iterdir() if _LOG_NAME.fullmatch(each.name) and each.is_file())
             elif path.is_file():
                 found.add(path)
             elif matches := [Path(match) for match in glob(argument, recursive=True)]:  # noqa: PTH207

@@ -250,3 +250,59 @@ def test_wherever_the_log_of_a_proxy_that_all_requests_pass_is_cut_nothing_fails
     for count in range(len(lines)):
         proxy.write_bytes(b"".join(lines[:count]))
         assert verify(folder).exit_code in (0, 3), count
+
+
+def two_engines() -> tuple[Logbook, Logbook]:
+    """That serve one model; the proxy of the second saw its requests while the first engine's log went on."""
+    first, second = Logbook(), Logbook()
+    for number in range(1, 4):
+        second.exchange([HELLO, WORLD, EOS], TEXT, name=f"chatcmpl-{number}", usage=3)
+    second.engine[0] = msgspec.structs.replace(second.engine[0], pid=77)
+    first.now += 100
+    first.exchange([HELLO, WORLD, EOS], TEXT, name="chatcmpl-9", usage=3)
+    first.proxy[1:], second.proxy[1:] = [*second.proxy[1:], *renumbered(first.proxy[1:])], []
+    return first, second
+
+
+def renumbered(records: list[AnyRecord]) -> list[AnyRecord]:
+    return [msgspec.structs.replace(record, capture=9) for record in records if hasattr(record, "capture")]
+
+
+@pytest.mark.parametrize("loss", ["gap", "segment", "line", "end", "sampled"])
+def test_what_one_of_several_engines_lost_is_no_fault_because_another_lost_nothing(tmp_path, verify, loss):
+    first, second = two_engines()
+    lost = [record for record in second.engine if of_request(record, 2)]
+    at = second.engine.index(lost[0])
+    if loss == "gap":
+        second.engine[at : at + len(lost)] = [Gap(ts=lost[-1].ts, reason="queue full", count=len(lost))]
+    elif loss == "end":
+        second.engine[at:] = []
+    elif loss == "sampled":
+        opening = second.engine[0]
+        assert isinstance(opening, LogOpen)
+        second.engine[0] = msgspec.structs.replace(opening, scope=msgspec.structs.replace(opening.scope, sample=0.5))
+        second.engine[at : at + len(lost)] = []
+    paths = cut(second.engine, tmp_path, len(lost), closed=loss != "end")
+    for path in paths:
+        path.rename(path.with_name("second-" + path.name))
+    if loss == "segment":
+        (tmp_path / f"second-{paths[1].name}").unlink()
+    elif loss == "line":
+        path = tmp_path / f"second-{paths[1].name}"
+        path.write_bytes(b"".join(x for x in path.read_bytes().splitlines(keepends=True) if b"request_added" not in x))
+    cut(first.proxy, tmp_path, 100)
+    cut(first.engine, tmp_path, 100)
+    found = verdicts(verify(tmp_path, "--json"))
+    assert found["chatcmpl-9"] == "pass"
+    assert found["chatcmpl-2"] == "incomplete"
+    assert "fail" not in found.values()
+
+
+def test_a_reply_that_no_engine_knows_is_a_fault_where_the_logs_of_all_are_whole(tmp_path, verify):
+    first, second = two_engines()
+    second.engine = [record for record in second.engine if not of_request(record, 2)]
+    for path in cut(second.engine, tmp_path, 100):
+        path.rename(path.with_name("second-" + path.name))
+    cut(first.proxy, tmp_path, 100)
+    cut(first.engine, tmp_path, 100)
+    assert codes(verify(tmp_path, "--json"), "chatcmpl-2") == ("fail", {"ORPHAN_CAPTURE"})

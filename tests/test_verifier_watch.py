@@ -304,6 +304,36 @@ def test_a_waiver_expires_while_a_watch_runs(tmp_path):
         assert watch.exit_code(1.0) == 1
 
 
+def test_a_segment_that_is_begun_while_the_one_before_is_read_is_waited_for(tmp_path):
+    book = traffic()
+    paths = cut(book.proxy, tmp_path, 20)
+    cut(book.engine, tmp_path, 100)
+    later = {path: path.read_bytes() for path in paths[1:]}
+    for path in later:
+        path.unlink()
+    with watching(tmp_path, now=lambda: time.time() + 7200) as watch:
+        found = polled(watch, 1)  # that which comes next was not there when this began
+        for path, data in later.items():
+            path.write_bytes(data)
+        found += polled(watch)
+        assert watch.exit_code(1.0) == 1, "one is wrong"
+        assert watch.whole
+        assert watch.logs.whole_so_far
+    assert "open" not in {one.verdict.value for one in found}
+
+
+def test_a_segment_that_should_follow_and_never_comes_rules_out_exit_code_0(tmp_path):
+    book = traffic()
+    book.proxy = [record for record in book.proxy if getattr(record, "capture", 0) != 4]
+    for path in cut(book.proxy, tmp_path, 40)[1:]:
+        path.unlink()
+    cut(book.engine, tmp_path, 100)
+    with watching(tmp_path, now=lambda: time.time() + 7200) as watch:
+        polled(watch)
+        assert watch.exit_code(1.0) == 3
+        assert any("goes on in segment 1, which is not here" in note for note in watch.take_notes())
+
+
 def test_a_checkpoint_that_is_damaged_is_named_and_nothing_is_counted(tmp_path):
     (tmp_path / "verify-tokens.checkpoint").write_bytes(b'{"format":')
     with pytest.raises(SparseetyError, match="no checkpoint"):

@@ -140,12 +140,13 @@ class Logs:
             log.damaged = True
         for log in self.files:
             self.end_of(log)
+            log.damaged |= log.goes_on
             self.whole = self.whole and not self._holes_in(log)
 
     def end_of(self, log: Log) -> None:
         """No more will be read of it."""
         if log.goes_on:
-            log.damaged, self.whole = True, False
+            self.whole = False
             path = log.parts[-1][2]
             self.notes.append(f"{path}: its log goes on in segment {log.next_segment}, which is not here")
 
@@ -214,6 +215,11 @@ class LogFile:
         ledger = self._ledger = self._logs.ledger(mark.writer, self.path, 0.0)
         ledger.log.begin_file(self.path, mark.line_offset + mark.number - 1, mark.line_offset)
         self._touched.append(ledger.log)
+
+    @property
+    def goes_on(self) -> bool:
+        """Its writer has closed it, and goes on in another one."""
+        return any(log.goes_on for log in self._touched)
 
     def take(self, parsed: Parsed) -> None:
         self._note_problems(parsed.problems)

@@ -62,6 +62,11 @@ class _Source:
     last: bool = False  # nothing more is written to its file
     ended: bool = False  # and all of it is read
     gone: bool = False  # its writer lives no more
+    awaited: bool = False  # its files were listed again since the last one said that another follows
+
+    def lacks(self, segment: int) -> bool:
+        """Is the one before it not among those that were found, though older ones are?"""
+        return bool(self.segments) and max(self.segments) + 1 < segment
 
     def here(self) -> Mark | None:
         """Where reading has come to. None: nowhere yet."""
@@ -80,6 +85,7 @@ class Reading:
         self._known: set[str] = set()  # names of files, as before packing
         self._marks: dict[Writer, Mark] = {}
         self._listed = False  # it is known which files there are
+        self._held: set[Path] = set()  # files that wait for the one before them
         self._notes: list[str] = []
         self.gone: list[Mark] = []  # where to go on, in files that are not there any more
 
@@ -99,11 +105,15 @@ class Reading:
             if self._grows and opening is not None and opening.segment in source.segments:
                 self._notes.append(f"{path}: a copy of what is read already; it is left out")
                 continue  # else the other one would be taken for finished
+            if self._grows and opening is not None and source.lacks(opening.segment) and path not in self._held:
+                self._held.add(path)  # one that is packed at this moment may not be found: look again
+                self._known.discard(_stem(path))
+                continue
             if mark is None or opening is None or opening.segment >= mark.segment:
                 if opening is not None:
                     source.segments.add(opening.segment)
                 source.paths.append(path)
-                source.last = source.ended = False
+                source.last = source.ended = source.awaited = False
         for mark in first:
             source_of = self._sources.get(mark.writer)
             if source_of is None or (source_of.segments and mark.segment not in source_of.segments):
@@ -149,6 +159,9 @@ class Reading:
         for source in self._sources.values():
             file = source.file
             if source.ended or source.paths or source.ahead or file is None:
+                continue
+            if file.goes_on and not source.awaited:
+                source.awaited = True  # the next segment may be there and not found so far
                 continue
             closed = source.last or file.closed
             if source.reader is None and closed:
