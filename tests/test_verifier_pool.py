@@ -4,6 +4,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import msgspec
 import pytest
 
 from sparseety.records import EngineStart
-from tests.logbook import BYTE_LEVEL, EOS, Logbook
+from tests.logbook import BYTE_LEVEL, EOS, WAIT, Logbook
 from tests.test_verifier_run import HELLO, WORLD, verify
 from verifier.executor import LocalPool, WorkerDied
 from verifier.findings import Verdict
@@ -65,6 +67,16 @@ def refuse() -> None:
 def test_what_a_task_raises_is_raised_by_who_asks_for_it():
     with contextlib.closing(LocalPool(1)) as pool, pytest.raises(ValueError, match="as it should"):
         pool.submit(refuse).result()
+
+
+def test_where_no_process_can_be_started_nobody_waits_for_one(tmp_path):
+    script = tmp_path / "script.py"  # without the guard that multiprocessing asks for
+    script.write_text("from verifier.executor import LocalPool\nprint(LocalPool(1).submit(max, 1, 2).result())\n")
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=WAIT, env={"PYTHONPATH": "."}
+    )
+    assert ran.returncode != 0
+    assert "bootstrapping phase" in ran.stderr or "WorkerDied" in ran.stderr
 
 
 def test_a_process_that_is_killed_while_it_works_or_answers_costs_no_task_and_no_wait():

@@ -102,20 +102,21 @@ class LocalPool:
         pipe: Connection | None = None
         while (item := self._calls.get()) is not None:
             call, future = item
-            answer = None
+            problem: Exception = WorkerDied()
             for _ in range(2):  # another program may have killed it: once more, in a new one
                 try:
                     pipe = pipe or self._start()
                     pipe.send_bytes(call)
-                    answer = pipe.recv_bytes()
+                    future.set_result(pipe.recv_bytes())
                     break
                 except (EOFError, OSError):
-                    self._end(pipe)
-                    pipe = None
-            if answer is None:
-                future.set_exception(WorkerDied())
+                    pass
+                except Exception as error:  # noqa: BLE001 -- such as no memory left, for who waits for this
+                    problem = error
+                self._end(pipe)
+                pipe = None
             else:
-                future.set_result(answer)
+                future.set_exception(problem)
         self._end(pipe)
 
     def _start(self) -> Connection:
