@@ -334,6 +334,22 @@ def test_a_segment_that_should_follow_and_never_comes_rules_out_exit_code_0(tmp_
         assert any("goes on in segment 1, which is not here" in note for note in watch.take_notes())
 
 
+@pytest.mark.parametrize("named", ["files", "glob", "folder"])
+def test_what_a_watch_was_told_to_follow_may_go_away(tmp_path, named):
+    folder = traffic().write(tmp_path / "logs")
+    files = sorted(folder.iterdir())
+    arguments = {"files": [str(file) for file in files], "glob": [f"{folder}/*.jsonl"], "folder": [str(folder)]}[named]
+    checkpoint = tmp_path / "checkpoint"
+    with contextlib.closing(Watch(arguments, SHELF, Inline(), checkpoint, now=lambda: NOW)) as watch:
+        found = polled(watch, 1)
+        for file in files:
+            file.unlink()
+        if named == "folder":
+            folder.rmdir()
+        found += polled(watch)
+        assert len(found) == 10
+
+
 def test_a_checkpoint_that_is_damaged_is_named_and_nothing_is_counted(tmp_path):
     (tmp_path / "verify-tokens.checkpoint").write_bytes(b'{"format":')
     with pytest.raises(SparseetyError, match="no checkpoint"):

@@ -83,7 +83,7 @@ class Watch:
 
     def poll(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[RequestVerdict]:
         """Read what is new, judge what is ready, and save now and then. Raises SparseetyError."""
-        self._reading.add(find_logs(self._arguments))
+        self._reading.add(find_logs(self._arguments, again=True))
         self._miss()
         pending = self.logs.pending
         for watermark in self._reading.into(self.logs):
