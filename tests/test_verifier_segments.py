@@ -306,3 +306,20 @@ def test_a_reply_that_no_engine_knows_is_a_fault_where_the_logs_of_all_are_whole
     cut(first.proxy, tmp_path, 100)
     cut(first.engine, tmp_path, 100)
     assert codes(verify(tmp_path, "--json"), "chatcmpl-2") == ("fail", {"ORPHAN_CAPTURE"})
+
+
+@pytest.mark.parametrize("side", ["proxy", "engine"])
+def test_a_segment_whose_end_was_cut_off_lost_what_it_may_have_held(tmp_path, verify, side):
+    book = three_requests()
+    opening = book.proxy[0]
+    assert isinstance(opening, LogOpen)
+    book.proxy[0] = msgspec.structs.replace(opening, scope=msgspec.structs.replace(opening.scope, exclusive=True))
+    cut_up, whole = (book.proxy, book.engine) if side == "proxy" else (book.engine, book.proxy)
+    paths = cut(cut_up, tmp_path, 6, closed=False)
+    cut(whole, tmp_path, 100)
+    lines = paths[1].read_bytes().splitlines(keepends=True)
+    for count in range(1, len(lines) - 1):
+        paths[1].write_bytes(b"".join(lines[:count]))
+        result = verify(tmp_path, "--json")
+        assert result.exit_code == 3, count
+        assert "fail" not in verdicts(result).values(), count

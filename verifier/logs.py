@@ -58,8 +58,15 @@ class Log:
         self.parts.append((last_line, offset, path))
 
     def opened(self, opening: LogOpen) -> Loss | None:
-        """A segment begins. Where those before it are gone (the cap on disk space does that), their time is a loss."""
+        """A segment begins. Where those before it are gone (the cap on disk space does that), their time is a loss.
+
+        Where the one before it was not closed, so is the time until now.
+        """
         loss = None
+        if self.opening and opening.segment == self.next_segment and not (self.closed or self.goes_on):
+            gap = Gap(ts=opening.ts, reason=f"the end of segment {opening.segment - 1} of the log is not here", count=0)
+            loss = Loss(self.last_ts, opening.ts, gap)
+            self.losses.append(loss)
         if opening.segment > self.next_segment:
             begin = self.last_ts if self.opening else -math.inf
             first, last = self.next_segment, opening.segment - 1
