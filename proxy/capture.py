@@ -108,7 +108,7 @@ class RequestCapture:
         self._secrets = Secrets(head.headers, head.query)
         coding = header_lists.content_coding(head.headers)
         self._request: _Copy | None = _Copy(limits.body_bytes, coding) if self._endpoint else None
-        self._started = False  # request_start has been returned
+        self.started = False  # request_start has been returned
         self._sent: float | None = None
         self._headers_at: float | None = None
         self._first_chunk: float | None = None
@@ -137,9 +137,9 @@ class RequestCapture:
 
     def _start(self, ts: float, *, complete: bool = False) -> list[AnyRecord]:
         """What was sent is known as far as it ever will be; complete: the body has come to its end."""
-        if self._started:
+        if self.started:
             return []
-        self._started = True
+        self.started = True
         copy, self._request = self._request, None
         body = copy.take() if copy and complete else None
         headers = self._head.headers

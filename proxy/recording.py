@@ -22,8 +22,8 @@ log = logging.getLogger("sparseety.proxy")
 
 # What happens to requests is recorded in batches, each batch in short turns: done between two reads, the same work
 # costs more, because its code is cold each time, and whoever waits for the next read waits for it too.
-BATCH_SECONDS = 0.05
-TURN_STEPS = 32  # so that no read waits behind more than a fraction of a millisecond of recording
+BATCH_SECONDS = 0.1
+TURN_STEPS = 64  # so that no read waits behind more than a fraction of a millisecond of recording
 WAITING_BYTES = 1 << 22  # that may wait, of all requests
 
 Step = tuple[Callable[..., Iterable[AnyRecord]], tuple[Any, ...]]
@@ -64,18 +64,30 @@ class Recorder:
     def flush(self) -> None:
         """Record all that waits. To be called before the log is closed."""
         while self._waiting:
-            self._waiting.popleft().catch_up()
+            self._record()
 
-    def done(self, size: int) -> None:
-        self._waiting_bytes -= size
+    def put(self, records: list[AnyRecord]) -> None:
+        assert self.writer is not None  # without one, nothing is recorded
+        self.writer.put_all(records)
+        self.counters.chunks += sum(record.__class__ is Chunk for record in records)
 
     def _turn(self) -> None:
-        steps = 0
-        while self._waiting and steps < TURN_STEPS:
-            steps += self._waiting.popleft().catch_up()
+        self._record()
         self._scheduled = bool(self._waiting)
         if self._scheduled:
             asyncio.get_running_loop().call_soon(self._turn)
+
+    def _record(self) -> None:
+        """What waits, as far as one turn goes."""
+        begun = time.perf_counter()
+        steps, records = 0, list[AnyRecord]()
+        while self._waiting and steps < TURN_STEPS:
+            recording = self._waiting.popleft()
+            self._waiting_bytes -= recording.waiting_bytes
+            steps += recording.catch_up(records)
+        if records:
+            self.put(records)
+        self.guard.spent += time.perf_counter() - begun
 
     def begin(self, head: RequestHead) -> "Recording":
         number = next(self._numbers)
@@ -88,23 +100,22 @@ class Recording:
 
     def __init__(self, number: int, head: RequestHead, recorder: Recorder) -> None:
         self._number, self._head, self._recorder = number, head, recorder
-        self._guard, self._writer = recorder.guard, recorder.writer
+        self._guard = recorder.guard
         self.uuid, self._arrived = str(uuid4()), recorder.clock()
         self._status: int | None = None
         self._reads = self._bytes = 0
-        self._started = False  # request_start is written
         self._steps: list[Step] = []  # that are not recorded yet
-        self._steps_bytes = 0
+        self.waiting_bytes = 0  # in them
         self._skipped = False  # not recorded, or not to its end, because the capture was paused
         self._ending: tuple[Outcome, float, str | None] | None = None
         self._capture: RequestCapture | None = None
         try:
-            if self._writer and self._guard.paused:
-                self._skip()
-            elif self._writer:
+            if recorder.writer and self._guard.paused:
+                recorder.put(self._skip())
+            elif recorder.writer:
                 self._capture = RequestCapture(number, self.uuid, head, self._arrived, recorder.limits)
         except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
-            self._failed(error)
+            recorder.put([self._failed(error)])
 
     def request_body(self, data: bytes) -> None:
         if capture := self._capture:
@@ -131,32 +142,26 @@ class Recording:
         if capture := self._capture:
             self._later(0, capture.ended, *self._ending)
         elif self._skipped:
-            self._put_all([self._ending_unread(*self._ending)])
+            self._recorder.put([self._ending_unread(*self._ending)])
 
     def _later(self, size: int, step: Callable[..., Iterable[AnyRecord]], *arguments: Any) -> None:
         self._steps.append((step, arguments))
-        self._steps_bytes += size
+        self.waiting_bytes += size
         self._recorder.later(self, size, first=len(self._steps) == 1)
 
-    def catch_up(self) -> int:
-        """Record the steps that wait; returns how many those were."""
-        begun = time.perf_counter()
-        steps, self._steps = self._steps, []
-        self._recorder.done(self._steps_bytes)
-        self._steps_bytes = 0
-        records: list[AnyRecord] = []
+    def catch_up(self, records: list[AnyRecord]) -> int:
+        """Add the records of the steps that wait; returns how many steps those were."""
+        steps, self._steps, self.waiting_bytes = self._steps, [], 0
+        if self._capture is None:
+            return len(steps)
+        if self._guard.paused:
+            records += self._skip()
+            return len(steps)
         try:
-            if self._guard.paused and self._capture:
-                self._skip()
-            elif self._capture:
-                for step, arguments in steps:
-                    records.extend(step(*arguments))
-                self._put_all(records)
+            for step, arguments in steps:
+                records += step(*arguments)
         except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
-            self._put_all(records)
-            self._failed(error)
-        finally:
-            self._guard.spent += time.perf_counter() - begun
+            records.append(self._failed(error))
         return len(steps)
 
     def live(self) -> LiveStream:
@@ -169,21 +174,10 @@ class Recording:
             captured=self._capture is not None,
         )
 
-    def _put_all(self, records: list[AnyRecord]) -> None:
-        if not records:
-            return
-        assert self._writer is not None
-        self._writer.put_all(records)
-        for record in records:
-            if type(record) is Chunk:
-                self._recorder.counters.chunks += 1
-            elif type(record) is RequestStart:
-                self._started = True
-
-    def _skip(self) -> None:
+    def _skip(self) -> list[AnyRecord]:
         """The capture is paused: nothing more of this request is read. That it was there is recorded all the same."""
         records: list[AnyRecord] = []
-        if not self._started:
+        if self._capture is None or not self._capture.started:
             x_request_id = get(self._head.headers, b"x-request-id")
             records.append(
                 RequestStart(
@@ -202,7 +196,7 @@ class Recording:
         self._recorder.counters.uncaptured += 1
         if self._ending:
             records.append(self._ending_unread(*self._ending))
-        self._put_all(records)
+        return records
 
     def _ending_unread(self, outcome: Outcome, ts: float, error: str | None) -> Response:
         return Response(
@@ -216,10 +210,9 @@ class Recording:
             error=error,
         )
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> Gap:
         self._capture = None
         self._recorder.counters.capture_failures += 1
         log.error("capture %d is given up, its request goes on", self._number, exc_info=error)
         reason = f"capture failed: {type(error).__name__}"
-        if self._writer:
-            self._writer.put(Gap(ts=self._recorder.clock(), reason=reason, count=1, captures=[self._number]))
+        return Gap(ts=self._recorder.clock(), reason=reason, count=1, captures=[self._number])

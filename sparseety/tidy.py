@@ -105,12 +105,12 @@ def _pack(path: Path, stopping: Callable[[], bool]) -> None:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "wb") as out:
                 # The size in the frame's head tells a reader of a cut file that there was more.
-                packer = zstandard.ZstdCompressor(_LEVEL, write_checksum=True)
-                with packer.stream_writer(out, size=status.st_size, closefd=False) as packed:
-                    while block := os.read(source, _BLOCK):
-                        if stopping():
-                            raise InterruptedError
-                        packed.write(block)
+                packer = zstandard.ZstdCompressor(_LEVEL, write_checksum=True).compressobj(size=status.st_size)
+                while block := os.read(source, _BLOCK):
+                    if stopping():
+                        raise InterruptedError
+                    out.write(packer.compress(block))
+                out.write(packer.flush())
                 out.flush()
                 os.utime(out.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))  # its age decides what goes first
                 os.fsync(out.fileno())

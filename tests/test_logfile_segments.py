@@ -15,7 +15,7 @@ from sparseety.clock import monotonic_clock
 from sparseety.logreader import find_logs, in_order, read_log
 from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, Chunk, EngineStart, Gap, LogClose, LogOpen, Scope, TokenizerIdentity
-from sparseety.segments import Rotation, locked
+from sparseety.segments import Rotation, locked, segment_name
 from sparseety.tidy import tidy
 from tests.logbook import WAIT, captures, until
 
@@ -316,3 +316,13 @@ def test_a_file_that_is_in_the_way_of_the_next_segment_is_passed_by(tmp_path):
     with contextlib.suppress(FileNotFoundError):
         in_the_way.unlink()
     assert [number for segment in segments(tmp_path) for number in captures(segment)] == [1, 2, 3, 4, 5]
+
+
+def test_a_packing_that_is_given_up_half_way_leaves_the_plain_file_and_no_word(tmp_path, caplog):
+    plain = tmp_path / segment_name("proxy", os.uname().nodename, 1, 1.0, 0)
+    plain.write_bytes(bytes(3 << 20))
+    asked = iter([False, False, True, True])
+    tidy(tmp_path, "proxy", os.uname().nodename, Rotation(), stopping=lambda: next(asked))
+    assert next(asked)  # it stopped within the file
+    assert [path.name for path in tmp_path.iterdir()] == [plain.name]
+    assert caplog.records == []

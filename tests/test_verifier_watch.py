@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
+from sparseety.logreader import find_logs
 from sparseety.logwriter import LogWriter
 from sparseety.records import Gap, RequestFinished, Scope
 from sparseety.segments import Rotation
@@ -26,7 +27,7 @@ from tests.logbook import EOS, WAIT, Logbook, until
 from tests.test_verifier_run import HELLO, WORLD
 from tests.test_verifier_segments import cut
 from verifier.executor import Inline
-from verifier.findings import RequestVerdict
+from verifier.findings import RequestVerdict, Verdict
 from verifier.known import load_known
 from verifier.run import verify
 from verifier.tokenizer import TokenizerShelf
@@ -391,3 +392,12 @@ def test_the_command_follows_prints_serves_metrics_and_ends_on_sigterm_with_what
         "pass": 1,
         "fail": 1,
     }
+
+
+def test_a_run_that_keeps_no_verdicts_on_passes_has_the_same_sums(tmp_path):
+    traffic().write(tmp_path)
+    files = find_logs([str(tmp_path)])
+    kept, summed = verify(files, SHELF), verify(files, SHELF, passes=False)
+    assert len(summed.passes) == 7
+    assert summed.totals == kept.totals
+    assert summed.verdicts == [verdict for verdict in kept.verdicts if verdict.verdict is not Verdict.PASS]

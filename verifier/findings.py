@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -78,6 +78,11 @@ class RequestVerdict:
     drifted: int = 0  # of these, ids that stand for another piece of the text
     seconds: float = field(default=0.0, compare=False)  # that judging it took
 
+    @property
+    def notable(self) -> tuple[str, ...]:
+        """What is worth knowing of it, although it is right."""
+        return tuple(sorted({finding.code for finding in self.findings if finding.severity is Severity.INFO}))
+
     def settle(self) -> "RequestVerdict":
         """Let the findings decide: a fault fails, else an unknown leaves it incomplete."""
         severities = {finding.severity for finding in self.findings}
@@ -95,6 +100,16 @@ def place(path: Path, line: int) -> str:
 
 PASSED, FAILED, INCOMPLETE, DAMAGED = 0, 1, 3, 4
 JUDGED = (Verdict.PASS, Verdict.FAIL, Verdict.INCOMPLETE)
+
+
+class Sums(NamedTuple):
+    """What a pass adds to the totals: all that is kept of most of them."""
+
+    tokens: int
+    checked: int
+    retokenized: int
+    drifted: int
+    codes: tuple[str, ...]
 
 
 class Totals(msgspec.Struct):
@@ -122,11 +137,21 @@ class Totals(msgspec.Struct):
             self.tokens += verdict.tokens
             self.checked += verdict.checked
         if kind is Verdict.PASS:
-            for code in sorted({finding.code for finding in verdict.findings if finding.severity is Severity.INFO}):
+            for code in verdict.notable:
                 _count(self.passes, code)
         elif kind not in JUDGED:
             for code in codes:
                 _count(self.aside, code)
+
+    def passed(self, sums: "Sums") -> None:
+        """The same for a pass of which only this was kept."""
+        _count(self.verdicts, Verdict.PASS.value)
+        self.tokens += sums.tokens
+        self.checked += sums.checked
+        self.retokenized += sums.retokenized
+        self.drifted += sums.drifted
+        for code in sums.codes:
+            _count(self.passes, code)
 
     def of(self, verdict: Verdict) -> int:
         return self.verdicts.get(verdict.value, 0)
@@ -202,6 +227,7 @@ class Report:
     """Everything a run found out."""
 
     verdicts: list[RequestVerdict] = field(default_factory=list)
+    passes: list[Sums] = field(default_factory=list)  # of requests that are not in `verdicts`
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)  # what explains the outcome as a whole
     files: int = 0
@@ -216,6 +242,8 @@ class Report:
         totals = Totals()
         for verdict in self.verdicts:
             totals.add(verdict)
+        for sums in self.passes:
+            totals.passed(sums)
         return totals
 
     def exit_code(self, min_coverage: float) -> int:

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from verifier.executor import Executor, Inline, LocalPool, Task, WorkerDied
-from verifier.findings import Finding, Report, RequestVerdict, Severity, Verdict
+from verifier.findings import Finding, Report, RequestVerdict, Severity, Sums, Verdict
 from verifier.gather import Logs
 from verifier.judge import serves
 from verifier.judging import judge_cases, not_judged, tokenizers
@@ -36,14 +36,18 @@ def verify(
     jobs: int | None = None,
     options: JudgeOptions = AS_A_RULE,
     progress: Progress = lambda what, done, total: None,
+    *,
+    passes: bool = True,
 ) -> Report:
     """Judge every request in these logs. Raises SparseetyError where no tokenizer is there or a file is unreadable.
+
+    passes: keep the verdicts on requests that pass; else only their sums.
 
     jobs: processes; 1: this one alone; None: one for each CPU, if there is much to read.
     """
     executor = executor_for(paths, jobs)
     try:
-        return Run(paths, shelf, executor, progress).report(options)
+        return Run(paths, shelf, executor, progress).report(options, passes=passes)
     finally:
         executor.close()
 
@@ -67,8 +71,8 @@ class Run:
         self._paths, self._shelf, self._executor, self._progress = paths, shelf, executor, progress
         self.logs = self._begin(None)
 
-    def report(self, options: JudgeOptions = AS_A_RULE) -> Report:
-        judge = Judge(self._shelf, self._executor, options)
+    def report(self, options: JudgeOptions = AS_A_RULE, *, passes: bool = True) -> Report:
+        judge = Judge(self._shelf, self._executor, options, passes=passes)
         for case in self.cases():
             judge.take(case, self.logs.engine_logs)
         judge.flush(self.logs.engine_logs)
@@ -76,6 +80,7 @@ class Run:
         self.check_tokenizers()
         report = Report(problems=logs.problems, files=logs.files_read, usable_files=logs.usable_files, whole=logs.whole)
         report.verdicts += judge.verdicts()
+        report.passes += judge.passes()
         for verdict in report.verdicts:
             named_model(verdict, logs.engine_logs)
         report.verdicts += judge_orphans(logs.files, logs.pending.orphans(), logs.pending.unnamed)
@@ -124,12 +129,17 @@ class Run:
 class Judge:
     """Has requests judged in batches, and keeps their verdicts."""
 
-    def __init__(self, shelf: TokenizerShelf, executor: Executor, options: JudgeOptions) -> None:
-        self._shelf, self._executor, self._options = shelf, executor, options
+    def __init__(
+        self, shelf: TokenizerShelf, executor: Executor, options: JudgeOptions, *, passes: bool = True
+    ) -> None:
+        """passes: keep the verdicts on requests that pass; else only their sums, in a fifth of the memory."""
+        self._shelf, self._executor, self._options, self._keep_passes = shelf, executor, options, passes
         self._cases: list[Case] = []
         self._bytes = 0
         self._tasks: deque[tuple[list[Case], list[Log], Task[list[RequestVerdict]]]] = deque()
         self._verdicts: dict[Key, RequestVerdict] = {}
+        self._passes: dict[Key, Sums] = {}
+        self._codes: dict[tuple[str, ...], tuple[str, ...]] = {}  # one copy of each
 
     def take(self, case: Case, engine_logs: list[Log]) -> None:
         self._cases.append(case)
@@ -147,6 +157,10 @@ class Judge:
         """The verdicts that have come since."""
         verdicts, self._verdicts = self.verdicts(), {}
         return verdicts
+
+    def passes(self) -> list[Sums]:
+        """Of those that are not among the verdicts."""
+        return list(self._passes.values())
 
     def verdicts(self) -> list[RequestVerdict]:
         """In the order in which the requests began."""
@@ -167,8 +181,18 @@ class Judge:
         except WorkerDied:
             verdicts = [self._alone(case, engine_logs) for case in cases]
         for case, verdict in zip(cases, verdicts, strict=True):
+            self._keep((case.capture.log.writer, case.capture.number), verdict)
+
+    def _keep(self, key: Key, verdict: RequestVerdict) -> None:
+        """In the place of what was kept of that request before, where it is judged again."""
+        self._verdicts.pop(key, None)
+        self._passes.pop(key, None)
+        if self._keep_passes or verdict.verdict is not Verdict.PASS:
             share(verdict)
-            self._verdicts[case.capture.log.writer, case.capture.number] = verdict
+            self._verdicts[key] = verdict
+        else:
+            codes = self._codes.setdefault(verdict.notable, verdict.notable)
+            self._passes[key] = Sums(verdict.tokens, verdict.checked, verdict.retokenized, verdict.drifted, codes)
 
     def _alone(self, case: Case, engine_logs: list[Log]) -> RequestVerdict:
         """One of a batch that a process did not survive."""
