@@ -49,8 +49,11 @@ class LogProblem:
 OnProblem = Callable[[LogProblem], None]
 
 
-def find_logs(arguments: Iterable[str]) -> list[Path]:
-    """The log files that folders, files and globs name, each once, in name order. Raises SparseetyError."""
+def find_logs(arguments: Iterable[str], *, again: bool = False) -> list[Path]:
+    """The log files that folders, files and globs name, each once, in name order. Raises SparseetyError.
+
+    again: they were there before, and some may be gone since.
+    """
     found: set[Path] = set()
     for argument in arguments:
         if not argument:
@@ -58,14 +61,17 @@ def find_logs(arguments: Iterable[str]) -> list[Path]:
         path = Path(argument)
         try:
             if path.is_dir():
-                found.update(entry for entry in path.iterdir() if _LOG_NAME.fullmatch(entry.name) and entry.is_file())
+                for _ in range(2):  # one that is packed while a folder is listed may be missed in both its forms
+                    found.update(each for each in path.iterdir() if _LOG_NAME.fullmatch(each.name) and each.is_file())
             elif path.is_file():
                 found.add(path)
             elif matches := [Path(match) for match in glob(argument, recursive=True)]:  # noqa: PTH207
                 found.update(match for match in matches if match.is_file())
-            else:
+            elif not again:
                 raise SparseetyError(f"{argument}: no such file or folder")
         except OSError as error:
+            if again and isinstance(error, FileNotFoundError):
+                continue
             raise SparseetyError(f"{argument[:200]}: {error.strerror}") from None
     # A writer that packs a segment removes the plain file last: for a moment there are both. And one file may have been
     # named in several ways.

@@ -56,6 +56,7 @@ def test_a_name_that_no_request_has_is_said(folder, verify):
     result = verify(folder, "--json", "--request-id", "chatcmpl-1", "--request-id", "nobody")
     assert judged(result) == ["chatcmpl-1"]
     assert 'no request "nobody"' in result.err
+    assert result.exit_code == 3, "not all that was asked for could be checked"
 
 
 def test_a_request_whose_beginning_is_lost_may_be_of_any_time(tmp_path, verify):

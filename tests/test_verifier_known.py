@@ -113,6 +113,21 @@ def test_a_waiver_that_expired_or_matched_nothing_is_mentioned(run):
     assert "waiver 3 (MISROUTED, ticket 7) expired on 2001-01-01, and nothing here needs it: it can go" in notes
 
 
+def test_a_waived_fault_that_leaves_the_text_unchecked_makes_no_pass(run, tmp_path, verify):
+    book = Logbook()
+    book.exchange([HELLO, EOS], ["hello"])
+    book.stream("chatcmpl-2", ["whatever"])  # ORPHAN_CAPTURE
+    book.exchange([HELLO, 9999, EOS], ["anything"], name="chatcmpl-3")  # ID_OUT_OF_VOCAB
+    book.now += 5
+    logs = book.write(tmp_path / "unchecked")
+    text = waiver("ORPHAN_CAPTURE") + waiver("ID_OUT_OF_VOCAB")
+    result = run(text, logs=logs)
+    assert result.exit_code == 3
+    assert codes(result, "chatcmpl-2") == ("incomplete", {"ORPHAN_CAPTURE"})
+    assert codes(result, "chatcmpl-3") == ("incomplete", {"ID_OUT_OF_VOCAB"})
+    assert "ORPHAN_CAPTURE (waived: ticket 7)" in verify(logs, "--known", tmp_path / "known.toml").out
+
+
 def test_a_waiver_holds_through_its_last_day(tmp_path):
     file = tmp_path / "known.toml"
     file.write_text(waiver(expires="2026-11-29"))

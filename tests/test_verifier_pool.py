@@ -1,7 +1,12 @@
 """The process pool: what dies in it, and what goes wrong in it, costs one request its verdict and no more."""
 
+import contextlib
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +15,7 @@ import msgspec
 import pytest
 
 from sparseety.records import EngineStart
-from tests.logbook import BYTE_LEVEL, EOS, Logbook
+from tests.logbook import BYTE_LEVEL, EOS, WAIT, Logbook
 from tests.test_verifier_run import HELLO, WORLD, verify
 from verifier.executor import LocalPool, WorkerDied
 from verifier.findings import Verdict
@@ -44,6 +49,43 @@ def test_tasks_beside_one_that_kills_its_process_come_back_and_the_killer_is_nam
         assert pool.submit(square, 7).result() == 49
     finally:
         pool.close()
+
+
+def much() -> bytes:
+    return bytes(8 << 20)
+
+
+def pid(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def refuse() -> None:
+    raise ValueError("as it should")
+
+
+def test_what_a_task_raises_is_raised_by_who_asks_for_it():
+    with contextlib.closing(LocalPool(1)) as pool, pytest.raises(ValueError, match="as it should"):
+        pool.submit(refuse).result()
+
+
+def test_where_no_process_can_be_started_nobody_waits_for_one(tmp_path):
+    script = tmp_path / "script.py"  # without the guard that multiprocessing asks for
+    script.write_text("from verifier.executor import LocalPool\nprint(LocalPool(1).submit(max, 1, 2).result())\n")
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=WAIT, env={"PYTHONPATH": "."}
+    )
+    assert ran.returncode != 0
+    assert "bootstrapping phase" in ran.stderr or "WorkerDied" in ran.stderr
+
+
+def test_a_process_that_is_killed_while_it_works_or_answers_costs_no_task_and_no_wait():
+    with contextlib.closing(LocalPool(2)) as pool:
+        workers = {task.result() for task in [pool.submit(pid, 0.5), pool.submit(pid, 0.5)]}
+        assert len(workers) == 2
+        tasks = [pool.submit(much) for _ in range(12)]
+        os.kill(workers.pop(), signal.SIGKILL)
+        assert {len(task.result()) for task in tasks} == {8 << 20}
 
 
 @dataclass(slots=True)

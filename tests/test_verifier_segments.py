@@ -181,3 +181,145 @@ def test_a_request_that_a_gap_swallowed_whole_is_incomplete_and_counted(tmp_path
     result = verify(book.write(tmp_path))
     assert result.exit_code == 3
     assert "3 requests: 2 pass, 0 fail, 1 incomplete" in result.out
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+@pytest.mark.parametrize("closed", [True, False])
+def test_where_the_last_segment_says_that_another_follows_and_none_does_not_all_is_checked(
+    tmp_path, verify, missing, closed
+):
+    book = three_requests()
+    paths = cut(book.proxy, tmp_path, 6, closed=closed)  # one request each
+    cut(book.engine, tmp_path, 100)
+    for path in paths[-missing:]:
+        path.unlink()
+    result = verify(tmp_path)
+    assert result.exit_code == 3
+    assert f"{3 - missing} pass, 0 fail" in result.out
+    assert f"its log goes on in segment {3 - missing}, which is not here" in result.err
+
+
+def test_requests_lost_whole_in_a_log_that_is_not_closed_rule_out_exit_code_0(tmp_path, verify):
+    book = three_requests()
+    now = book.proxy[-1].ts
+    before = Gap(ts=now - 95, reason="paused", count=0, no_request=True)  # else it might be of the first one
+    gap = Gap(ts=now - 90, reason="queue full", count=6)
+    book.proxy = [record for record in book.proxy if getattr(record, "capture", 0) != 2]
+    at = next(n for n, record in enumerate(book.proxy) if getattr(record, "capture", 0) == 3)
+    book.proxy[at:at] = [before, gap]
+    result = verify(book.write(tmp_path, close=False))
+    assert "2 pass, 0 fail" in result.out
+    assert result.exit_code == 3
+
+
+def test_a_copy_that_holds_more_than_the_one_that_was_read_is_not_passed_over_in_silence(tmp_path, verify):
+    folder = three_requests().write(tmp_path)
+    whole = folder / "proxy-h-1-1.jsonl"
+    early = folder / "a-copy-of-proxy.jsonl"
+    early.write_bytes(whole.read_bytes())
+    assert verify(folder).exit_code == 0
+    early.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:7]))
+    result = verify(folder)
+    assert result.exit_code == 3
+    assert "it holds more than the copy that was read" in result.err
+    assert "it is empty" not in result.err
+
+
+def test_wherever_the_engines_log_is_cut_nothing_fails(tmp_path, verify):
+    book = Logbook()
+    for number in range(1, 4):
+        book.exchange([HELLO, WORLD, EOS], TEXT, name=f"chatcmpl-{number}", usage=3)
+    folder = book.write(tmp_path)
+    engine = folder / "engine-h-2-1.jsonl"
+    lines = engine.read_bytes().splitlines(keepends=True)
+    for count in range(len(lines) - 1):
+        engine.write_bytes(b"".join(lines[:count]))
+        assert verify(folder).exit_code == 3, count
+
+
+def test_wherever_the_log_of_a_proxy_that_all_requests_pass_is_cut_nothing_fails(tmp_path, verify):
+    book = Logbook()
+    opening = book.proxy[0]
+    assert isinstance(opening, LogOpen)
+    book.proxy[0] = msgspec.structs.replace(opening, scope=msgspec.structs.replace(opening.scope, exclusive=True))
+    for number in range(1, 4):
+        book.exchange([HELLO, WORLD, EOS], TEXT, name=f"chatcmpl-{number}", usage=3)
+    folder = book.write(tmp_path)
+    proxy = folder / "proxy-h-1-1.jsonl"
+    lines = proxy.read_bytes().splitlines(keepends=True)
+    for count in range(len(lines)):
+        proxy.write_bytes(b"".join(lines[:count]))
+        assert verify(folder).exit_code in (0, 3), count
+
+
+def two_engines() -> tuple[Logbook, Logbook]:
+    """That serve one model; the proxy of the second saw its requests while the first engine's log went on."""
+    first, second = Logbook(), Logbook()
+    for number in range(1, 4):
+        second.exchange([HELLO, WORLD, EOS], TEXT, name=f"chatcmpl-{number}", usage=3)
+    second.engine[0] = msgspec.structs.replace(second.engine[0], pid=77)
+    first.now += 100
+    first.exchange([HELLO, WORLD, EOS], TEXT, name="chatcmpl-9", usage=3)
+    first.proxy[1:], second.proxy[1:] = [*second.proxy[1:], *renumbered(first.proxy[1:])], []
+    return first, second
+
+
+def renumbered(records: list[AnyRecord]) -> list[AnyRecord]:
+    return [msgspec.structs.replace(record, capture=9) for record in records if hasattr(record, "capture")]
+
+
+@pytest.mark.parametrize("loss", ["gap", "segment", "line", "end", "sampled"])
+def test_what_one_of_several_engines_lost_is_no_fault_because_another_lost_nothing(tmp_path, verify, loss):
+    first, second = two_engines()
+    lost = [record for record in second.engine if of_request(record, 2)]
+    at = second.engine.index(lost[0])
+    if loss == "gap":
+        second.engine[at : at + len(lost)] = [Gap(ts=lost[-1].ts, reason="queue full", count=len(lost))]
+    elif loss == "end":
+        second.engine[at:] = []
+    elif loss == "sampled":
+        opening = second.engine[0]
+        assert isinstance(opening, LogOpen)
+        second.engine[0] = msgspec.structs.replace(opening, scope=msgspec.structs.replace(opening.scope, sample=0.5))
+        second.engine[at : at + len(lost)] = []
+    paths = cut(second.engine, tmp_path, len(lost), closed=loss != "end")
+    for path in paths:
+        path.rename(path.with_name("second-" + path.name))
+    if loss == "segment":
+        (tmp_path / f"second-{paths[1].name}").unlink()
+    elif loss == "line":
+        path = tmp_path / f"second-{paths[1].name}"
+        path.write_bytes(b"".join(x for x in path.read_bytes().splitlines(keepends=True) if b"request_added" not in x))
+    cut(first.proxy, tmp_path, 100)
+    cut(first.engine, tmp_path, 100)
+    found = verdicts(verify(tmp_path, "--json"))
+    assert found["chatcmpl-9"] == "pass"
+    assert found["chatcmpl-2"] == "incomplete"
+    assert "fail" not in found.values()
+
+
+def test_a_reply_that_no_engine_knows_is_a_fault_where_the_logs_of_all_are_whole(tmp_path, verify):
+    first, second = two_engines()
+    second.engine = [record for record in second.engine if not of_request(record, 2)]
+    for path in cut(second.engine, tmp_path, 100):
+        path.rename(path.with_name("second-" + path.name))
+    cut(first.proxy, tmp_path, 100)
+    cut(first.engine, tmp_path, 100)
+    assert codes(verify(tmp_path, "--json"), "chatcmpl-2") == ("fail", {"ORPHAN_CAPTURE"})
+
+
+@pytest.mark.parametrize("side", ["proxy", "engine"])
+def test_a_segment_whose_end_was_cut_off_lost_what_it_may_have_held(tmp_path, verify, side):
+    book = three_requests()
+    opening = book.proxy[0]
+    assert isinstance(opening, LogOpen)
+    book.proxy[0] = msgspec.structs.replace(opening, scope=msgspec.structs.replace(opening.scope, exclusive=True))
+    cut_up, whole = (book.proxy, book.engine) if side == "proxy" else (book.engine, book.proxy)
+    paths = cut(cut_up, tmp_path, 6, closed=False)
+    cut(whole, tmp_path, 100)
+    lines = paths[1].read_bytes().splitlines(keepends=True)
+    for count in range(1, len(lines) - 1):
+        paths[1].write_bytes(b"".join(lines[:count]))
+        result = verify(tmp_path, "--json")
+        assert result.exit_code == 3, count
+        assert "fail" not in verdicts(result).values(), count

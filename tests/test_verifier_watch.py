@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -20,13 +21,14 @@ from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
 from sparseety.logwriter import LogWriter
-from sparseety.records import RequestFinished, Scope
+from sparseety.records import Gap, RequestFinished, Scope
 from sparseety.segments import Rotation
 from tests.logbook import EOS, WAIT, Logbook, until
 from tests.test_verifier_run import HELLO, WORLD
 from tests.test_verifier_segments import cut
 from verifier.executor import Inline
 from verifier.findings import RequestVerdict, Verdict
+from verifier.known import load_known
 from verifier.run import verify
 from verifier.tokenizer import TokenizerShelf
 from verifier.watch import Watch
@@ -217,6 +219,136 @@ def test_requests_of_a_writer_that_was_killed_do_not_stay_in_memory(tmp_path):
         assert watch.open == 0
     assert len(found) >= 8
     assert "fail" not in {one.verdict.value for one in found if one.request_id != "chatcmpl-3"}
+
+
+def test_what_an_engine_lost_is_known_after_a_restart(tmp_path):
+    book = Logbook()
+    book.exchange([HELLO, WORLD, EOS], ["hello", " world"])
+    book.now += 10
+    at = len(book.engine)
+    book.exchange([HELLO, WORLD, EOS], ["hello", " world"], name="chatcmpl-2")
+    lost, book.engine[at:] = book.engine[at:], []
+    book.engine.append(Gap(ts=book.now, reason="queue full", count=len(lost)))
+    book.now += 10
+    book.exchange([HELLO, WORLD, EOS], ["hello", " world"], name="chatcmpl-3")
+    book.write(tmp_path, close=False)
+    with watching(tmp_path, now=lambda: book.now + 5) as watch:
+        assert "chatcmpl-2" not in {one.request_id for one in polled(watch)}, "it waits for a minute"
+        watch.save()
+    with watching(tmp_path, now=lambda: book.now + 100) as watch:
+        [one] = polled(watch)
+    assert (one.request_id, one.verdict.value) == ("chatcmpl-2", "incomplete")
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("damage", ["taken out", "unusable"])
+def test_lines_that_are_missing_rule_out_exit_code_0(tmp_path, damage, restart):
+    book = traffic()
+    folder = book.write(tmp_path, close=damage == "taken out")
+    proxy = folder / "proxy-h-1-1.jsonl"
+    lines = proxy.read_bytes().splitlines(keepends=True)
+    last = [number for number, line in enumerate(lines) if b'"capture":9' in line]
+    lines[last[0] : last[-1] + 1] = [] if damage == "taken out" else [b'{"event":\n']
+    proxy.write_bytes(b"".join(lines))
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(watching(folder))
+        polled(watch)
+        if restart:
+            watch.save()
+            watch = stack.enter_context(watching(folder, now=lambda: NOW + 5000))
+        polled(watch)
+        watch.totals.verdicts.pop("fail")  # the one that is wrong
+        assert watch.exit_code(1.0) == 3
+
+
+def test_logs_that_are_gone_with_requests_in_them_rule_out_exit_code_0(tmp_path):
+    book = traffic()
+    book.proxy = [record for record in book.proxy if getattr(record, "capture", 0) != 4]
+    book.proxy.pop()  # the end of the last one
+    folder = book.write(tmp_path, close=False)
+    with watching(folder) as watch:
+        polled(watch)
+        assert watch.open == 1
+        watch.save()
+    (folder / "proxy-h-1-1.jsonl").unlink()
+    with watching(folder, now=lambda: NOW + 5000) as watch:
+        polled(watch)
+        assert any("it is gone, with 1 request" in note for note in watch.take_notes())
+        assert not watch.whole
+
+
+def test_a_copy_beside_a_log_that_grows_does_not_end_it(tmp_path):
+    book = traffic()
+    folder = book.write(tmp_path)
+    proxy = folder / "proxy-h-1-1.jsonl"
+    data = proxy.read_bytes()
+    proxy.write_bytes(data[: len(data) // 2])
+    with watching(folder) as watch:
+        polled(watch)
+        (folder / "proxy-copy.jsonl").write_bytes(data[: len(data) // 3])
+        polled(watch)
+        proxy.write_bytes(data)
+        polled(watch)
+        assert any("a copy of what is read already" in note for note in watch.take_notes())
+        assert watch.totals == verify([proxy, folder / "engine-h-2-1.jsonl"], SHELF).totals
+
+
+def test_a_waiver_expires_while_a_watch_runs(tmp_path):
+    book = traffic()
+    folder = book.write(tmp_path / "logs")
+    known = tmp_path / "known.toml"
+    known.write_text('[[known]]\nclass = "ALTERED_TEXT"\nreference = "ticket 7"\nexpires = 1969-12-31\n')
+    waivers = load_known(known, date(1969, 12, 31))  # that day the watch began
+    checkpoint = tmp_path / "checkpoint"
+    with contextlib.closing(Watch([str(folder)], SHELF, Inline(), checkpoint, known=waivers, now=lambda: NOW)) as watch:
+        polled(watch)
+        assert watch.exit_code(1.0) == 1
+
+
+def test_a_segment_that_is_begun_while_the_one_before_is_read_is_waited_for(tmp_path):
+    book = traffic()
+    paths = cut(book.proxy, tmp_path, 20)
+    cut(book.engine, tmp_path, 100)
+    later = {path: path.read_bytes() for path in paths[1:]}
+    for path in later:
+        path.unlink()
+    with watching(tmp_path, now=lambda: time.time() + 7200) as watch:
+        found = polled(watch, 1)  # that which comes next was not there when this began
+        for path, data in later.items():
+            path.write_bytes(data)
+        found += polled(watch)
+        assert watch.exit_code(1.0) == 1, "one is wrong"
+        assert watch.whole
+        assert watch.logs.whole_so_far
+    assert "open" not in {one.verdict.value for one in found}
+
+
+def test_a_segment_that_should_follow_and_never_comes_rules_out_exit_code_0(tmp_path):
+    book = traffic()
+    book.proxy = [record for record in book.proxy if getattr(record, "capture", 0) != 4]
+    for path in cut(book.proxy, tmp_path, 40)[1:]:
+        path.unlink()
+    cut(book.engine, tmp_path, 100)
+    with watching(tmp_path, now=lambda: time.time() + 7200) as watch:
+        polled(watch)
+        assert watch.exit_code(1.0) == 3
+        assert any("goes on in segment 1, which is not here" in note for note in watch.take_notes())
+
+
+@pytest.mark.parametrize("named", ["files", "glob", "folder"])
+def test_what_a_watch_was_told_to_follow_may_go_away(tmp_path, named):
+    folder = traffic().write(tmp_path / "logs")
+    files = sorted(folder.iterdir())
+    arguments = {"files": [str(file) for file in files], "glob": [f"{folder}/*.jsonl"], "folder": [str(folder)]}[named]
+    checkpoint = tmp_path / "checkpoint"
+    with contextlib.closing(Watch(arguments, SHELF, Inline(), checkpoint, now=lambda: NOW)) as watch:
+        found = polled(watch, 1)
+        for file in files:
+            file.unlink()
+        if named == "folder":
+            folder.rmdir()
+        found += polled(watch)
+        assert len(found) == 10
 
 
 def test_a_checkpoint_that_is_damaged_is_named_and_nothing_is_counted(tmp_path):

@@ -117,7 +117,7 @@ def _explain(options: argparse.Namespace) -> int:
         capture, join = case.unpack()
         tokenizer_of = tokenizers(shelf).of
         for line in explain.lines(capture, join, verdict, tokenizer_of, options.show_text):
-            print(line)
+            print(output.printable(line))
         report.verdicts.append(verdict)
         if options.bundle:
             engines = [engine for engines in join.choices.values() for engine in engines]
@@ -165,7 +165,9 @@ def _select(report: Report, selection: Selection) -> None:
     if count and not report.verdicts:
         report.notes.append(f"none of the {count} requests in these logs is of that time and name; nothing to check")
     names = {name for verdict in report.verdicts for name in names_of(verdict)}
-    report.notes += [f'no request "{name}" of that time in these logs' for name in sorted(selection.names - names)]
+    missing = sorted(selection.names - names)
+    report.notes += [f'no request "{name}" of that time in these logs' for name in missing]
+    report.whole = report.whole and not missing
 
 
 def _explain_parser() -> argparse.ArgumentParser:

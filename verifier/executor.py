@@ -8,9 +8,11 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
+from concurrent.futures import Future
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -58,81 +60,125 @@ class Inline:
 
 
 class LocalPool:
-    """Processes on this machine."""
+    """Processes on this machine, each at the other end of a pipe of its own.
+
+    Not concurrent.futures' pool: what its processes share (pipes, locks) is left in disorder by one that is killed, and
+    then it waits for ever.
+    """
 
     def __init__(self, processes: int) -> None:
         self.slots = processes
-        self._generation = 0
-        self._pool = self._new_pool()
+        # Not forked: this process may have threads, and tokenizers' do not survive a fork.
+        self._context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # where it is started later, it lets the thread that does so hear Ctrl-C
+        self._calls: SimpleQueue[tuple[bytes, Future[bytes]] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._processes: dict[threading.Thread, BaseProcess] = {}
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(processes)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Task[T]:
-        # Pickled here and now: the pool would do it later, when the arguments may have changed.
-        return _PoolTask(self, pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL))
+        # Pickled here and now, for the arguments may change.
+        call, future = pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL), Future[bytes]()
+        self._calls.put((call, future))
+        return _PoolTask(future)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            for process in self._processes.values():
+                process.kill()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
 
-    def start(self, call: bytes) -> tuple[int, "Future[Any]"]:
-        """(generation of the pool, what comes of it)."""
-        try:
-            return self._generation, self._pool.submit(_call, call)
-        except BrokenProcessPool:
-            self.renew(self._generation)
-            return self._generation, self._pool.submit(_call, call)
+    def _serve(self) -> None:
+        """In a thread for each process: hand it one call at a time."""
+        # Ctrl-C goes to all processes: one that is just beginning must not hear it. It inherits this.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        pipe: Connection | None = None
+        while (item := self._calls.get()) is not None:
+            call, future = item
+            problem: Exception = WorkerDied()
+            for _ in range(2):  # another program may have killed it: once more, in a new one
+                try:
+                    pipe = pipe or self._start()
+                    pipe.send_bytes(call)
+                    future.set_result(pipe.recv_bytes())
+                    break
+                except (EOFError, OSError):
+                    pass
+                except Exception as error:  # noqa: BLE001 -- such as no memory left, for who waits for this
+                    problem = error
+                self._end(pipe)
+                pipe = None
+            else:
+                future.set_exception(problem)
+        self._end(pipe)
 
-    def renew(self, generation: int) -> None:
-        """A process of that pool has died, and the whole of it with it."""
-        if generation == self._generation:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._generation += 1
-            self._pool = self._new_pool()
+    def _start(self) -> Connection:
+        """A new process's pipe. Raises OSError."""
+        with self._lock:
+            if self._closed:
+                raise OSError("closed")
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()  # then ours ends with that process
+            self._processes[threading.current_thread()] = process
+            return ours
 
-    def _new_pool(self) -> ProcessPoolExecutor:
-        # Not forked: this process may have threads, and tokenizers' do not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self.slots, mp_context=context, initializer=_begin)
+    def _end(self, pipe: Connection | None) -> None:
+        """Of this thread's process."""
+        if pipe is not None:
+            pipe.close()
+        with self._lock:
+            process = self._processes.pop(threading.current_thread(), None)
+        if process is not None:
+            process.kill()
+            process.join()
 
 
 class _PoolTask(Generic[T]):
-    def __init__(self, pool: LocalPool, call: bytes) -> None:
-        self._pool, self._call = pool, call
-        self._generation, self._future = pool.start(call)
+    def __init__(self, future: "Future[bytes]") -> None:
+        self._future = future
 
     def result(self) -> T:
-        try:
-            return self._result()
-        except BrokenProcessPool:
-            pass  # another task may have been the cause: this one tries again, by itself
-        self._pool.renew(self._generation)
-        self._generation, self._future = self._pool.start(self._call)
-        try:
-            return self._result()
-        except BrokenProcessPool:
-            raise WorkerDied from None
-
-    def _result(self) -> T:
-        value: T = self._future.result()
-        return value
+        done, value = pickle.loads(self._future.result())
+        if not done:
+            raise value
+        result: T = value
+        return result
 
 
-def _call(call: bytes) -> Any:
-    function, arguments = pickle.loads(call)
-    return function(*arguments)
-
-
-def collect_seldom() -> None:
-    """Let the garbage collector run less often: what is read comes in large numbers, and in no cycles."""
-    gc.set_threshold(100_000, 20, 20)
-
-
-def _begin() -> None:
-    """In each process of the pool: signals are the parent's business, and no process outlives it."""
+def _work(pipe: Connection) -> None:
+    """A process of the pool: signals are the parent's business, and it does not outlive it."""
     collect_seldom()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send_bytes(_answer(pipe.recv_bytes()))
+
+
+def _answer(call: bytes) -> bytes:
+    """(True, what came of it) or (False, what it raised)."""
+    try:
+        function, arguments = pickle.loads(call)
+        return pickle.dumps((True, function(*arguments)), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 -- raised again by who asked for it
+        return pickle.dumps((False, error))
+
+
+def collect_seldom() -> None:
+    """Let the garbage collector run less often: what is read comes in large numbers, and in no cycles."""
+    gc.set_threshold(100_000, 20, 20)
 
 
 def _end_with(sentinel: int) -> None:

@@ -1,6 +1,7 @@
 """Put together what the logs hold of each request, block by block. Pure: fragments in, requests out."""
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from verifier.logs import Log, Loss, Writer
 from verifier.marks import LogState, Mark
 from verifier.numbers import Numbers
 from verifier.packed import OpenCapture, Served
-from verifier.pending import Pending, Waiting
+from verifier.pending import HORIZON, Pending, Waiting
+
+Segment = tuple[Writer, int]
 
 
 @dataclass(slots=True)
@@ -37,10 +40,11 @@ class Ledger:
             log.sampled,
             log.silent,
             log.damaged,
-            log.miscounted,
+            log.goes_on,
             log.next_segment,
             log.opening,
             log.engine,
+            len(log.losses),
         )
 
     def restore(self, state: LogState) -> None:
@@ -48,8 +52,10 @@ class Ledger:
         log.first_ts, log.last_ts, self.last_line = state.first_ts, state.last_ts, state.last_line
         log.closed, log.sampled, log.damaged = state.closed, state.sampled, state.damaged
         log.silent = state.silent
-        log.miscounted, log.next_segment = state.miscounted, state.next_segment
+        log.goes_on, log.next_segment = state.goes_on, state.next_segment
         log.opening, log.engine = state.opening, state.engine
+        log.losses = [Loss(-math.inf if begin is None else begin, end, gap) for begin, end, gap in state.losses]
+        state.lost = len(log.losses)
 
 
 class Logs:
@@ -63,8 +69,9 @@ class Logs:
         self.problems = Problems()
         self.files_read = self.usable_files = 0
         self.whole = True  # False: lines are missing or unusable, and with them perhaps whole requests
+        self.unfinished: set[LogFile] = set()  # files that are read
         self._ledgers: dict[Writer, Ledger] = {}
-        self._segments: set[tuple[Writer, int]] = set()
+        self.segments: dict[Segment, int] = {}  # those that were begun, and how many records they had
 
     @property
     def engine_logs(self) -> list[Log]:
@@ -81,6 +88,7 @@ class Logs:
     def file(self, path: Path, mark: Mark | None = None) -> "LogFile":
         """Take a file; a writer's segments in their order. mark: what comes begins there."""
         file = LogFile(self, path)
+        self.unfinished.add(file)
         if mark is not None and mark.number > 1:
             file.resume(mark)
         return file
@@ -96,12 +104,20 @@ class Logs:
     def known(self, writer: Writer) -> Ledger | None:
         return self._ledgers.get(writer)
 
-    def with_judged(self, mark: Mark, waiting: Waiting) -> Mark:
-        """Add which requests are not to be judged again."""
+    def with_judged(self, mark: Mark, waiting: Waiting, since: float) -> Mark:
+        """Add which requests are not to be judged again, and losses that may concern those that began `since`."""
         if (ledger := self._ledgers.get(mark.writer)) is not None:
             mark.captures = ledger.captures.without(waiting.captures)
             mark.served = ledger.served.without(waiting.served)
+            mark.waiting = len(waiting.captures)
+            if mark.state is not None:
+                known = ledger.log.losses[: mark.state.lost]
+                mark.state.losses = [(loss.begin, loss.end, loss.gap) for loss in known if loss.end >= since]
         return mark
+
+    def since(self) -> float:
+        """What was lost before then matters to no request that is not judged."""
+        return min([self.pending.earliest(), *(log.last_ts for log in self.files)], default=math.inf) - HORIZON
 
     def missing_of(self, ledger: Ledger) -> list[int]:
         """Numbers that this log has given and whose records it does not hold. Some, where many."""
@@ -118,17 +134,31 @@ class Logs:
             self._ledgers[writer] = Ledger(log)
         return self._ledgers[writer]
 
-    def is_copy(self, writer: Writer, segment: int) -> bool:
-        if (writer, segment) in self._segments:
-            return True
-        self._segments.add((writer, segment))
-        return False
-
     def end(self) -> None:
         """No more will be read."""
         for log in self.pending.logs_without_added():  # whose steps these are stood in a line that is not here
             log.damaged = True
-        self.whole = self.whole and not any(log.closed and log.miscounted for log in self.files)
+        for log in self.files:
+            self.end_of(log)
+            log.damaged |= log.goes_on
+            self.whole = self.whole and not self._holes_in(log)
+
+    def end_of(self, log: Log) -> None:
+        """No more will be read of it."""
+        if log.goes_on:
+            self.whole = False
+            path = log.parts[-1][2]
+            self.notes.append(f"{path}: its log goes on in segment {log.next_segment}, which is not here")
+
+    @property
+    def whole_so_far(self) -> bool:
+        """The same while files are read: a log that is closed one day may show that no line was missing."""
+        return self.whole and not any(file.has_holes for file in self.unfinished)
+
+    def _holes_in(self, log: Log) -> bool:
+        """Does a proxy's log lack whole requests, and say that it lost records without saying whose?"""
+        losses = any(loss.unnamed and loss.begin > -math.inf for loss in log.losses)
+        return losses and any(self._ledgers[log.writer].captures.missing(None))
 
     def missing_captures(self) -> list[tuple[Log, list[int]]]:
         """Requests that a proxy's log has numbered and does not hold: its lines were taken out. Some, where many.
@@ -152,8 +182,14 @@ class LogFile:
         self._ledger: Ledger | None = None
         self._offset = 0  # from a line of this file to one of the log
         self._count = 0
+        self._segment: Segment | None = None
         self._copy = False
         self.refused = False  # of an unknown format: no more of it is read
+
+    @property
+    def has_holes(self) -> bool:
+        """Lines within it cannot be used, and were part of it as far as is known."""
+        return self._holes and not self.closed
 
     @property
     def closed(self) -> bool:
@@ -167,15 +203,23 @@ class LogFile:
         mark = Mark(writer, self.path.name, segment, number, offset, self._offset, self._count)
         mark.path = str(self.path.with_suffix("") if self.path.suffix == PACKED else self.path)
         mark.state = ledger.state() if ledger else None
+        mark.holes = self._holes
         return mark
 
     def resume(self, mark: Mark) -> None:
         """What is taken first stands there."""
         self._writer, self._offset, self._count = mark.writer, mark.line_offset, mark.records
-        self._logs.is_copy(mark.writer, mark.segment)  # from now on, it is
+        self._segment = (mark.writer, mark.segment)
+        self._logs.segments[self._segment] = mark.records
+        self._holes = mark.holes
         ledger = self._ledger = self._logs.ledger(mark.writer, self.path, 0.0)
         ledger.log.begin_file(self.path, mark.line_offset + mark.number - 1, mark.line_offset)
         self._touched.append(ledger.log)
+
+    @property
+    def goes_on(self) -> bool:
+        """Its writer has closed it, and goes on in another one."""
+        return any(log.goes_on for log in self._touched)
 
     def take(self, parsed: Parsed) -> None:
         self._note_problems(parsed.problems)
@@ -184,23 +228,28 @@ class LogFile:
             if isinstance(part, Single) and isinstance(part.record, LogOpen):
                 self._begin(part.line, part.record)
             if self._copy:
+                self._count += part.records if isinstance(part, Section) else 1
                 continue
             ledger = self._ledger or self._open(part)
             if isinstance(part, Section):
                 self._section(ledger, part)
             else:
                 self._single(ledger, part)
+            if self._segment is not None:
+                self._logs.segments[self._segment] = self._count
 
     def end(self) -> None:
         """It is read."""
+        self._logs.unfinished.discard(self)
+        self._leave_copy()
         touched = self._touched
-        if not touched and not self._problems:
+        if not touched and not self._problems and self._segment is None:
             self._logs.notes.append(f"{self.path}: it is empty")
         if any(log.opening is None for log in touched):
             said = f"{self.path}: its first line (log_open) is lost; it is read as the present format"
             self._logs.notes.append(said)
         # A closed log counts its records: where none is missing, the unusable lines were never part of it.
-        if self._holes and not (touched and all(log.closed for log in touched)):
+        if self.has_holes:
             self._logs.whole = False
         self._logs.files_read += 1
         self._logs.usable_files += bool(touched)
@@ -215,11 +264,20 @@ class LogFile:
                 log.damaged = True
 
     def _begin(self, line: int, opening: LogOpen) -> None:
+        self._leave_copy()
         self._writer = (opening.source, opening.host, opening.pid, opening.start)
-        self._copy = self._logs.is_copy(self._writer, opening.segment)
+        self._segment = (self._writer, opening.segment)
+        self._copy = self._segment in self._logs.segments
         if self._copy:
             self._logs.notes.append(f"{self.path}: a copy of what was read already; it is left out")
-        self._ledger = None
+        self._ledger, self._count = None, 0
+
+    def _leave_copy(self) -> None:
+        """It is passed over: had it more to say than what was read?"""
+        if self._copy and self._segment is not None and self._count > self._logs.segments[self._segment]:
+            self._logs.notes.append(f"{self.path}: it holds more than the copy that was read; take the other one away")
+            self._logs.whole = False
+        self._copy = False
 
     def _open(self, part: Section | Single) -> Ledger:
         ts = part.first_ts if isinstance(part, Section) else part.record.ts
@@ -249,10 +307,10 @@ class LogFile:
                     self._pending.lost(log, loss)
             case LogClose():
                 if record.records != self._count:
-                    log.damaged = log.miscounted = True
+                    log.damaged, self._logs.whole = True, False
                     found = f"it had {record.records} records when it was closed; {self._count} could be read"
                     self._logs.notes.append(f"{self.path}: {found}")
-                log.closed = not record.continued
+                log.closed, log.goes_on = not record.continued, record.continued
             case EngineStart():
                 log.engine = log.engine or record  # later segments repeat it
             case EngineEvent():

@@ -16,6 +16,7 @@ from verifier.requests import Capture, EngineRequest, Join
 from verifier.textonly import StreamAlone
 from verifier.tokenizer import Tokenizer
 
+_UNWRITTEN = 60.0  # seconds after its last line in which an engine's log may be read on, or written
 _BROKEN_OFF = {
     "upstream_broken": "the upstream broke off",
     "upstream_timeout": "the upstream kept the proxy waiting for too long",
@@ -246,6 +247,9 @@ def _no_join(capture: Capture, choice: int, candidates: int, claims: int, engine
     if not any(_obliged(log, capture) for log in engine_logs):
         detail = "no engine log that would have to hold this request is whole for its time"
         return finding("UNVERIFIABLE", "ids", Severity.UNKNOWN, detail)
+    if any(_may_lack(log, capture) for log in engine_logs):
+        detail = "of the engines that may have served this request, one has a log that is not whole for its time"
+        return finding("UNVERIFIABLE", "ids", Severity.UNKNOWN, detail)
     detail = "an engine log that covers its time, without a loss, does not know this request"
     return finding("ORPHAN_CAPTURE", "protocol", Severity.FAULT, detail)
 
@@ -259,8 +263,22 @@ def _obliged(log: Log, capture: Capture) -> bool:
         return False
     if not serves(log, start.parameters.model if start.parameters else None):
         return False
-    # Closed or not: after its end it had no duty.
-    return log.opening.ts <= start.ts and ending.ts <= log.last_ts + CLOCK_SKEW
+    return log.opening.ts <= start.ts and log.covers(ending.ts)
+
+
+def _may_lack(log: Log, capture: Capture) -> bool:
+    """May its engine have served the request, and this log have lost it?"""
+    start, ending = capture.start, capture.ending
+    assert start is not None  # asked where another log is obliged, and that takes both
+    assert ending is not None
+    if log.engine is not None and not serves(log, start.parameters.model if start.parameters else None):
+        return False
+    begin, end = start.ts - CLOCK_SKEW, ending.ts + CLOCK_SKEW
+    if log.lost_between(begin, end) or log.goes_on:
+        return True
+    if (log.first_ts or 0.0) > end or log.last_ts + _UNWRITTEN < begin:
+        return False
+    return log.damaged or log.sampled or bool(log.silent) or not (log.closed or log.covers(ending.ts))
 
 
 def serves(log: Log, model: str | None) -> bool:

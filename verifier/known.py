@@ -13,6 +13,7 @@ from packaging.version import InvalidVersion, Version
 from sparseety.errors import SparseetyError
 from verifier.findings import FAULTS, Finding, RequestVerdict, Severity, Verdict
 
+_UNCHECKED = frozenset({"ORPHAN_CAPTURE", "ID_OUT_OF_VOCAB"})  # faults that leave the text unchecked
 _KEYS = frozenset({"class", "reference", "model", "parser", "vllm", "expires"})
 EXAMPLE = """\
 [[known]]
@@ -63,8 +64,10 @@ class Waivers:
                 verdict.findings[number] = replace(finding, severity=Severity.WAIVED, waived_by=waiver.reference)
                 changed = True
         if changed:
-            engine_only = any(finding.code == "ORPHAN_BACKEND" for finding in verdict.findings)
-            verdict.verdict = Verdict.OUT_OF_SCOPE if engine_only else Verdict.PASS
+            codes = {finding.code for finding in verdict.findings}
+            verdict.verdict = Verdict.OUT_OF_SCOPE if "ORPHAN_BACKEND" in codes else Verdict.PASS
+            if codes & _UNCHECKED:
+                verdict.verdict = Verdict.INCOMPLETE
             verdict.settle()
 
     def _waiver(self, verdict: RequestVerdict, finding: Finding) -> Waiver | None:

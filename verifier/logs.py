@@ -39,10 +39,10 @@ class Log:
     first_ts: float | None = None
     last_ts: float = 0.0
     closed: bool = False  # in order, with nothing to follow
+    goes_on: bool = False  # its last segment here was closed, and another one was to follow
     sampled: bool = False  # not every request was to be recorded, for some time at least
     silent: str | None = None  # what the plugin wrapped and vLLM never called; None: nothing of the kind
     damaged: bool = False  # something of it is unusable or missing: what is not here may have stood there
-    miscounted: bool = False  # it was closed with more or fewer records than could be read
     losses: list[Loss] = field(default_factory=list)
     next_segment: int = 0
     parts: list[tuple[int, int, Path]] = field(default_factory=list)  # of each file: last line before it, offset, path
@@ -58,8 +58,15 @@ class Log:
         self.parts.append((last_line, offset, path))
 
     def opened(self, opening: LogOpen) -> Loss | None:
-        """A segment begins. Where those before it are gone (the cap on disk space does that), their time is a loss."""
+        """A segment begins. Where those before it are gone (the cap on disk space does that), their time is a loss.
+
+        Where the one before it was not closed, so is the time until now.
+        """
         loss = None
+        if self.opening and opening.segment == self.next_segment and not (self.closed or self.goes_on):
+            gap = Gap(ts=opening.ts, reason=f"the end of segment {opening.segment - 1} of the log is not here", count=0)
+            loss = Loss(self.last_ts, opening.ts, gap)
+            self.losses.append(loss)
         if opening.segment > self.next_segment:
             begin = self.last_ts if self.opening else -math.inf
             first, last = self.next_segment, opening.segment - 1
@@ -70,8 +77,15 @@ class Log:
         self.opening = self.opening or opening
         self.sampled |= opening.scope.sample < 1
         self.next_segment = opening.segment + 1
-        self.closed = False
+        self.closed = self.goes_on = False
         return loss
+
+    def covers(self, end: float) -> bool:
+        """Would it hold what was over at that time, by a clock that may differ?
+
+        One that was closed had no duty after its end; one that was not may be cut, or lack what its writer still had.
+        """
+        return end <= self.last_ts + (CLOCK_SKEW if self.closed else -CLOCK_SKEW)
 
     def lost_between(self, begin: float, end: float) -> list[Gap]:
         """Losses of that time, those that name their requests too."""

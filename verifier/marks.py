@@ -2,7 +2,7 @@
 
 import msgspec
 
-from sparseety.records import EngineStart, LogOpen
+from sparseety.records import EngineStart, Gap, LogOpen
 from verifier.logs import Writer
 
 Spans = list[tuple[int, int]]
@@ -19,10 +19,12 @@ class LogState(msgspec.Struct):
     sampled: bool
     silent: str | None
     damaged: bool
-    miscounted: bool
+    goes_on: bool
     next_segment: int
     opening: LogOpen | None
     engine: EngineStart | None
+    lost: int  # how many losses were known
+    losses: list[tuple[float | None, float, Gap]] = []  # those of them that may concern a request not judged
 
 
 class Mark(msgspec.Struct):
@@ -35,6 +37,8 @@ class Mark(msgspec.Struct):
     offset: int  # of the line, bytes of unpacked content
     line_offset: int = 0  # from a line of the file to one of the log
     records: int = 0  # of the file before it
+    holes: bool = False  # lines of the file before it could not be used
+    waiting: int = 0  # requests that have begun in this log and are not judged
     state: LogState | None = None  # None: nothing of the log was read
     captures: Spans = []  # requests that are judged, whose records from here on are to be passed over
     served: Spans = []

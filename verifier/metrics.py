@@ -64,6 +64,7 @@ class Metrics:
         """Answer at /metrics, in threads of its own. Returns the port. Raises SparseetyError."""
         try:
             server, _ = start_http_server(port, host, self._registry)
-        except OSError as error:
-            raise SparseetyError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
+        except (OSError, OverflowError) as error:  # the latter: no port has that number
+            reason = getattr(error, "strerror", None) or error
+            raise SparseetyError(f"cannot serve metrics on {host}:{port}: {reason}") from None
         return int(server.server_port)

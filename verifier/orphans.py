@@ -97,6 +97,6 @@ def _obliged(log: Log, request: Served, unnamed: Unnamed) -> bool:
     """
     begin, end = request.life
     assert log.opening is not None
-    if log.damaged or not log.opening.ts <= begin or end > log.last_ts + CLOCK_SKEW:
+    if log.damaged or not log.opening.ts <= begin or not log.covers(end):
         return False
     return not log.lost_between(begin - CLOCK_SKEW, end + CLOCK_SKEW) and not unnamed.may_be_in(log)

@@ -48,7 +48,10 @@ def describe(finding: Finding, show_text: bool) -> str:
 
 def request_lines(verdict: RequestVerdict, show_text: bool, verbose: bool) -> Iterator[str]:
     """The lines of one request; none for a pass, unless asked for."""
-    shown = [f for f in verdict.findings if verbose or f.severity in (Severity.FAULT, Severity.UNKNOWN)]
+    reasons = [Severity.FAULT, Severity.UNKNOWN]
+    if verdict.verdict is Verdict.INCOMPLETE:
+        reasons.append(Severity.WAIVED)  # some leave the text unchecked
+    shown = [f for f in verdict.findings if verbose or f.severity in reasons]
     if not verbose and verdict.verdict not in (Verdict.FAIL, Verdict.INCOMPLETE):
         return
     name = printable(verdict.request_id)

@@ -259,6 +259,10 @@ class Pending:
                 found[id(served.log)] = known._replace(first=min(known.first or 0, served.block))
         return found
 
+    def earliest(self) -> float:
+        """When the first of the replies began that are not judged; inf: there are none."""
+        return min((one.life[0] for one in self._captures.values() if one.past is None), default=math.inf)
+
     def backlog(self) -> int:
         """Replies that ended and are not judged."""
         return sum(capture.end is not None and capture.past is None for capture in self._captures.values())

@@ -50,6 +50,7 @@ class _Source:
     position: float  # up to when it was read; before that, when it begins
     engine: bool  # it may be an engine's
     paths: deque[Path] = field(default_factory=deque)
+    segments: set[int] = field(default_factory=set)  # those of the paths, read or not
     reader: BlockReader | None = None
     file: LogFile | None = None
     ahead: deque[_Item] = field(default_factory=deque)
@@ -61,6 +62,11 @@ class _Source:
     last: bool = False  # nothing more is written to its file
     ended: bool = False  # and all of it is read
     gone: bool = False  # its writer lives no more
+    awaited: bool = False  # its files were listed again since the last one said that another follows
+
+    def lacks(self, segment: int) -> bool:
+        """Is the one before it not among those that were found, though older ones are?"""
+        return bool(self.segments) and max(self.segments) + 1 < segment
 
     def here(self) -> Mark | None:
         """Where reading has come to. None: nowhere yet."""
@@ -79,6 +85,9 @@ class Reading:
         self._known: set[str] = set()  # names of files, as before packing
         self._marks: dict[Writer, Mark] = {}
         self._listed = False  # it is known which files there are
+        self._held: set[Path] = set()  # files that wait for the one before them
+        self._notes: list[str] = []
+        self.gone: list[Mark] = []  # where to go on, in files that are not there any more
 
     def resume(self, marks: Iterable[Mark]) -> None:
         """Begin there, not at the logs' beginnings."""
@@ -86,16 +95,29 @@ class Reading:
 
     def add(self, paths: Iterable[Path]) -> None:
         """Files to read, those that are known already among them."""
-        self._listed = True
+        first, self._listed = [] if self._listed else list(self._marks.values()), True
         for path, opening in opened(path for path in paths if _stem(path) not in self._known):
             if self._grows and opening is None and _is_new(path):
                 continue  # it is known next time whose it is
             self._known.add(_stem(path))
             source = self._source(path, opening)
             mark = source.resume
+            if self._grows and opening is not None and opening.segment in source.segments:
+                self._notes.append(f"{path}: a copy of what is read already; it is left out")
+                continue  # else the other one would be taken for finished
+            if self._grows and opening is not None and source.lacks(opening.segment) and path not in self._held:
+                self._held.add(path)  # one that is packed at this moment may not be found: look again
+                self._known.discard(_stem(path))
+                continue
             if mark is None or opening is None or opening.segment >= mark.segment:
+                if opening is not None:
+                    source.segments.add(opening.segment)
                 source.paths.append(path)
-                source.last = source.ended = False
+                source.last = source.ended = source.awaited = False
+        for mark in first:
+            source_of = self._sources.get(mark.writer)
+            if source_of is None or (source_of.segments and mark.segment not in source_of.segments):
+                self.gone.append(mark)
 
     def _source(self, path: Path, opening: LogOpen | None) -> _Source:
         if opening is None:
@@ -121,6 +143,8 @@ class Reading:
 
     def into(self, logs: Logs) -> Iterator[float]:
         """Read all there is. Yields again and again the time up to which all logs are read. Raises SparseetyError."""
+        notes, self._notes[:] = self._notes[:], []
+        logs.notes += notes
         heap = [(source.position, source.writer) for source in self._sources.values() if not source.ended]
         heapq.heapify(heap)
         while heap:
@@ -135,6 +159,9 @@ class Reading:
         for source in self._sources.values():
             file = source.file
             if source.ended or source.paths or source.ahead or file is None:
+                continue
+            if file.goes_on and not source.awaited:
+                source.awaited = True  # the next segment may be there and not found so far
                 continue
             closed = source.last or file.closed
             if source.reader is None and closed:
@@ -156,7 +183,7 @@ class Reading:
         if not self._listed:  # else those that are in no source have no file any more
             yield from self._marks.values()
             return
-        waiting = logs.pending.waiting()
+        waiting, since = logs.pending.waiting(), logs.since()
         for source in self._sources.values():
             ledger = logs.known(source.writer)
             here = waiting.get(id(ledger.log), NOTHING) if ledger else NOTHING
@@ -164,7 +191,7 @@ class Reading:
                 source.marks.popleft()
             mark = source.marks[0][1] if source.marks else source.here()
             if mark is not None:
-                yield logs.with_judged(mark, here)
+                yield logs.with_judged(mark, here, since)
 
     def _next(self, source: _Source, logs: Logs) -> bool:
         """Take the next block of a source; False: it has none, so far."""

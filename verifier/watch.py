@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from sparseety.records import Endpoint
 from sparseety.segments import locked, this_host
 from verifier import exports
 from verifier.executor import Executor
-from verifier.findings import RequestVerdict, Totals
+from verifier.findings import RequestVerdict, Totals, numbered
 from verifier.gather import Logs
 from verifier.known import Waivers
 from verifier.logs import Writer
@@ -82,7 +83,8 @@ class Watch:
 
     def poll(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[RequestVerdict]:
         """Read what is new, judge what is ready, and save now and then. Raises SparseetyError."""
-        self._reading.add(find_logs(self._arguments))
+        self._reading.add(find_logs(self._arguments, again=True))
+        self._miss()
         pending = self.logs.pending
         for watermark in self._reading.into(self.logs):
             self._take(pending.ready(min(watermark, self._now() - _LAG)))
@@ -106,6 +108,7 @@ class Watch:
         """What has not ended in them never will, and what they do not hold was taken out."""
         for writer in list(self._reading.ended(self._is_dead)):
             if (ledger := self.logs.known(writer)) is not None:
+                self.logs.end_of(ledger.log)
                 self._take(self.logs.pending.give_up(ledger.log))
                 missing = self.logs.missing_of(ledger)
                 yield from self._told([missing_verdict(ledger.log, number) for number in missing])
@@ -115,6 +118,14 @@ class Watch:
     def _judged(self) -> Iterator[RequestVerdict]:
         self._judge.flush(self.logs.engine_logs)
         yield from self._told(self._judge.drain())
+
+    def _miss(self) -> None:
+        """Files that were to be read on, and are gone."""
+        gone, self._reading.gone[:] = self._reading.gone[:], []
+        for mark in gone:
+            if mark.waiting:
+                self.logs.notes.append(f"{mark.path}: it is gone, with {numbered(mark.waiting, 'request')} not judged")
+                self.whole = False
 
     def close(self) -> None:
         self._reading.close()
@@ -144,7 +155,7 @@ class Watch:
 
     def exit_code(self, min_coverage: float) -> int:
         usable = not self.logs.problems or bool(self.logs.files)
-        return self.totals.exit_code(min_coverage, whole=self.whole and self.logs.whole, usable=usable)
+        return self.totals.exit_code(min_coverage, whole=self.whole and self.logs.whole_so_far, usable=usable)
 
     def _take(self, cases: Iterator[Case]) -> None:
         for case in cases:
@@ -154,6 +165,7 @@ class Watch:
         for verdict in verdicts:
             named_model(verdict, self.logs.engine_logs)
             if self._waivers is not None:
+                self._waivers.today = datetime.fromtimestamp(self._now(), UTC).date()
                 self._waivers.apply(verdict)
             self.totals.add(verdict)
             yield verdict

@@ -109,7 +109,7 @@ def _tell(verdict: RequestVerdict, settings: Settings) -> None:
     elif settings.quiet:
         return
     for line in lines:
-        print(line)
+        print(output.printable(line))
     sys.stdout.flush()
 
 
