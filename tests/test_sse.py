@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseety.sse import SseEvent, SseSplitter, read_fields
@@ -46,6 +46,7 @@ _alphabet = st.lists(
 )
 
 
+@example(b"\n\n\n", [1])
 @given(_alphabet.map(b"".join) | st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=6))
 def test_joining_the_raw_events_gives_any_input_back_but_for_the_kind_of_line_end(data, cuts):
     borders = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
