@@ -142,6 +142,8 @@ def other_channel(stream: Stream, dice: random.Random) -> bool:
 
 
 def usage(stream: Stream, dice: random.Random) -> bool:
+    if stream.done["outcome"] != "complete":  # what is stated in a stream that was cut short need not be the sum
+        return False
     if not (stream.done.get("usage") or {}).get("completion_tokens"):
         return False
     stream.done["usage"]["completion_tokens"] += dice.choice([-1, 1])
