@@ -24,6 +24,7 @@ from sparseety.records import (
     LogOpen,
     RequestAdded,
     RequestFinished,
+    RequestParameters,
     RequestStart,
     Response,
     Step,
@@ -319,9 +320,15 @@ def _run(chunks: list[tuple[int, Chunk]]) -> Iterable[tuple[int, AnyRecord] | Ru
     return [run]
 
 
+def asked_choices(wanted: RequestParameters | None) -> int | None:
+    """How many choices a request asks for; None where that is not known, or no sensible number."""
+    if wanted is None or wanted.n < 1 or wanted.prompts < 1:
+        return None
+    return wanted.n * wanted.prompts
+
+
 def _begin(start: RequestStart) -> Begin:
     wanted = start.parameters
-    choices = wanted.n * wanted.prompts if wanted is not None and wanted.n > 0 and wanted.prompts > 0 else None
     model = wanted.model if wanted is not None else None
     n = max(1, wanted.n) if wanted is not None else 1
-    return Begin(start.ts, start.uuid, start.endpoint, start.x_request_id, n, choices, model)
+    return Begin(start.ts, start.uuid, start.endpoint, start.x_request_id, n, asked_choices(wanted), model)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sparseety.records import Endpoint
-from verifier.packed import Case, OpenCapture, Served, any_within, within
+from verifier.logs import within
+from verifier.packed import Case, OpenCapture, Served, any_within
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Group:
         if all(len(served) == 1 for served in found.values()) and len(self.captures) == 1:
             return Case(capture, dict(found))
         for choice, candidates in found.items():
-            found[choice] = [served for served in candidates if within(began(served), capture)]
+            found[choice] = [served for served in candidates if within(began(served), capture.life)]
         begins = sorted(began(served) for candidates in found.values() for served in candidates)
         claims = sum(any_within(begins, rival) for rival in self.captures)
         return Case(capture, {choice: served for choice, served in found.items() if served}, max(1, claims))

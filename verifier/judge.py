@@ -10,7 +10,8 @@ from dataclasses import replace
 from sparseety.records import Gap, Response, StreamDone
 from verifier.choice import ChoiceJudge, TokenizerOf
 from verifier.findings import Axis, Finding, RequestVerdict, Severity, Verdict
-from verifier.logs import CLOCK_SKEW, Log
+from verifier.fragments import asked_choices
+from verifier.logs import CLOCK_SKEW, Log, within
 from verifier.options import AS_A_RULE, JudgeOptions
 from verifier.requests import Capture, EngineRequest, Join
 from verifier.textonly import StreamAlone
@@ -104,7 +105,9 @@ def _note_engine(result: RequestVerdict, engine: EngineRequest, capture: Capture
     if start is not None:
         result.vllm = start.vllm
         result.parsers = tuple(filter(None, (start.reasoning_parser, options.tool_parser)))
-    if not _within(engine, capture) and not any(finding.code == "CLOCK_ANOMALY" for finding in result.findings):
+    if not within(engine.life[0], capture.life) and not any(
+        finding.code == "CLOCK_ANOMALY" for finding in result.findings
+    ):
         detail = (
             "by the clocks the engine began it before the proxy had it, or after it had ended; times do not compare"
         )
@@ -112,19 +115,8 @@ def _note_engine(result: RequestVerdict, engine: EngineRequest, capture: Capture
         result.findings.append(Finding("CLOCK_ANOMALY", "log", Severity.INFO, detail, places=places))
 
 
-def _within(engine: EngineRequest, capture: Capture) -> bool:
-    """Can the engine have begun this during that request?"""
-    begin, _ = engine.life
-    start, ending = capture.start, capture.ending
-    return (start is None or start.ts - CLOCK_SKEW <= begin) and (ending is None or begin <= ending.ts + CLOCK_SKEW)
-
-
 def _expected_choices(capture: Capture) -> int | None:
-    """How many choices were asked for; None where that is not known."""
-    parameters = capture.start.parameters if capture.start else None
-    if parameters is None or parameters.n < 1 or parameters.prompts < 1:
-        return None
-    return parameters.n * parameters.prompts
+    return asked_choices(capture.start.parameters if capture.start else None)
 
 
 def _choices(capture: Capture, join: Join) -> list[int]:

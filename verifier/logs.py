@@ -15,6 +15,13 @@ Writer = tuple[str, str, int, float]
 """Who wrote a file: (source, host, pid, start). Where the first line is lost, its path stands for the host."""
 
 
+def within(begin: float, life: tuple[float, float]) -> bool:
+    """Can an engine have begun this during the request that a proxy had from when to when? It begins after the proxy,
+    and ends before it."""
+    start, end = life
+    return start - CLOCK_SKEW <= begin <= end + CLOCK_SKEW
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Records that are missing from a log, and when they were due."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from sparseety.records import AnyRecord, Chunk, Gap, RequestAdded, RequestFinished, RequestStart, Response, StreamDone
 from verifier.fragments import Begin, End, Packed, Run
-from verifier.logs import CLOCK_SKEW, Log
+from verifier.logs import CLOCK_SKEW, Log, within
 from verifier.requests import Capture, EngineRequest, Join, add_chunk, add_done, add_response, add_rows, add_run
 
 _PAST = struct.Struct("<ddIQI")
@@ -45,7 +45,7 @@ class Past:
 
     def within(self, begin: float) -> bool:
         """Can the engine have begun this during that request?"""
-        return self.start - CLOCK_SKEW <= begin <= self.end + CLOCK_SKEW
+        return within(begin, (self.start, self.end))
 
     @property
     def by_time(self) -> bool:
@@ -60,9 +60,11 @@ class Past:
 
     def rivals(self, capture: "OpenCapture", begins: list[float]) -> bool:
         """With a reply that bears the same id, and the engine requests it would be judged by."""
-        theirs = any(within(begin, capture) for begin in self.begins)
+        theirs = any(within(begin, capture.life) for begin in self.begins)
         return (
-            theirs or not self.by_time or not all(within(begin, capture) and not self.within(begin) for begin in begins)
+            theirs
+            or not self.by_time
+            or not all(within(begin, capture.life) and not self.within(begin) for begin in begins)
         )
 
 
@@ -158,12 +160,6 @@ class Served:
         for offset, packed in self.parts:
             add_rows(request, offset, pickle.loads(packed))
         return request
-
-
-def within(begin: float, capture: OpenCapture) -> bool:
-    """Can the engine have begun this during that request? The engine begins after the proxy, and ends before it."""
-    start, end = capture.life
-    return start - CLOCK_SKEW <= begin <= end + CLOCK_SKEW
 
 
 def any_within(begins: list[float], capture: OpenCapture) -> bool:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from sparseety.records import RequestAdded
 from verifier.join import Group, began, reply_id
-from verifier.logs import CLOCK_SKEW, Log, Loss, Writer
+from verifier.logs import CLOCK_SKEW, Log, Loss, Writer, within
 from verifier.orphans import Unnamed
-from verifier.packed import Case, OpenCapture, Past, PastOfId, Served, within
+from verifier.packed import Case, OpenCapture, Past, PastOfId, Served
 from verifier.witnesses import Witnesses
 
 HORIZON = 60.0  # seconds of log time after which the other side of a request is not waited for with all its content
@@ -315,7 +315,7 @@ class Pending:
         if not capture.ids:
             return False
         begins = [began(served) for candidates in case.choices.values() for served in candidates]
-        own = all(within(begin, capture) for begin in begins)
+        own = all(within(begin, capture.life) for begin in begins)
         after = capture.life[0] - CLOCK_SKEW if own else -math.inf
         for past in self._judged(capture.ids[0], group, after, capture.named):
             if past.rivals(capture, begins):
@@ -363,7 +363,7 @@ class Pending:
             for served in group.served:
                 begin = began(served)
                 if begin in past.begins and (
-                    begin < earliest - CLOCK_SKEW or not any(within(begin, one) for one in waiting)
+                    begin < earliest - CLOCK_SKEW or not any(within(begin, one.life) for one in waiting)
                 ):
                     self._served.pop((id(served.log), served.number), None)
         group.captures = kept
@@ -406,7 +406,7 @@ def _undecided(group: Group, capture: OpenCapture) -> bool:
     """Does something of the same id go on that may be this reply's, or may claim what is?"""
     assert capture.end is not None  # asked of no others
     alone = len(group.captures) == 1
-    mine = [served for served in group.served if alone or within(began(served), capture)]
+    mine = [served for served in group.served if alone or within(began(served), capture.life)]
     if any(served.finished is None or served.log.engine is None for served in mine):
         return True
     horizon = capture.end.ts + 2 * CLOCK_SKEW

@@ -139,11 +139,14 @@ class Capture:
         return self.log.place(self.line)
 
     @property
+    def life(self) -> tuple[float, float]:
+        """From when to when the proxy had it, as far as that is known."""
+        return self.start.ts if self.start else -math.inf, self.ending.ts if self.ending else math.inf
+
+    @property
     def losses(self) -> list[Gap]:
         """What this log lost of the request, for certain or perhaps."""
-        ending = self.ending
-        begin = self.start.ts if self.start else -math.inf
-        return [*self.gaps, *self.log.unnamed_between(begin, ending.ts if ending else math.inf)]
+        return [*self.gaps, *self.log.unnamed_between(*self.life)]
 
     @property
     def usage(self) -> Usage | None:
