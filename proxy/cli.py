@@ -6,7 +6,6 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from proxy.capture import ENDPOINTS
 from proxy.config import Loaded, load_config
 from proxy.service import Service
 from proxy.serving import rest_collector
-from proxy.upstream import Upstream
+from proxy.upstream import Upstream, nothing
 from proxy.values import show_bytes, show_seconds
 from proxy.worker import Summary
 from sparseety.clock import monotonic_clock
@@ -130,7 +129,7 @@ async def _ask(upstream: Upstream, target: bytes) -> dict[str, Any]:
     data = b""
     try:
         async with asyncio.timeout(ASK_SECONDS):
-            reply = await upstream.send("GET", target, [(b"host", upstream.authority)], _nothing())
+            reply = await upstream.send("GET", target, [(b"host", upstream.authority)], nothing())
             try:
                 async for read in reply.stream:
                     data += read
@@ -142,11 +141,6 @@ async def _ask(upstream: Upstream, target: bytes) -> dict[str, Any]:
     except (TimeoutError, httpx.TransportError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield b""
 
 
 def _plain(text: str) -> str:

@@ -64,7 +64,6 @@ class Connection(asyncio.Protocol):
         self._sent = False  # the request, wholly
         self._uploading: asyncio.Task[None] | None = None
         self.status = 0  # 0: the head is not complete
-        self.reason = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self._ends_by_close = False
         self._complete = False
@@ -353,10 +352,6 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._complete:
             raise httpx.RemoteProtocolError("bytes after the reply")
-        self.reason = b""
-
-    def on_status(self, reason: bytes) -> None:
-        self.reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # else it is a trailer, which ASGI cannot carry on

@@ -20,7 +20,7 @@ class _Body(httpx.AsyncByteStream):
         return self._data
 
 
-async def _nothing() -> AsyncIterator[bytes]:
+async def nothing() -> AsyncIterator[bytes]:
     return
     yield b""
 
@@ -62,7 +62,7 @@ class Upstream:
         """Why requests would fail now; None: the server answers. Other servers than vLLM may have no /health."""
         try:
             async with asyncio.timeout(seconds):
-                reply = await self.send("GET", b"/health", [(b"host", self.authority)], _nothing())
+                reply = await self.send("GET", b"/health", [(b"host", self.authority)], nothing())
                 await reply.stream.aclose()
         except TimeoutError:
             return f"no answer within {seconds:g} s"
