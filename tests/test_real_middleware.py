@@ -23,6 +23,7 @@ pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parent.parent
 QUESTION = "What is the capital of France?"
 STORY = "Tell me a short story about a fox, with emoji."
+LONG = "Write a long story about a fox."
 
 
 def message(name: str, prompt: str, **fields: Any) -> Ask:
@@ -43,12 +44,13 @@ def other_endpoints() -> list[Ask]:
         message("message-stop", QUESTION, temperature=0, stop_sequences=["Fra"]),
         message("message-whole-stop", QUESTION, temperature=0, stop_sequences=["Fra"], stream=False),
         message("message-whole", QUESTION, stream=False, system="You are terse."),
-        message("message-left", STORY, max_tokens=300, leave=3),
+        # Not at random: a reply that ends by itself after a few tokens is over before its client can leave.
+        message("message-left", LONG, temperature=0, max_tokens=300, leave=3),
         message("message-refused", QUESTION, max_tokens=-1),
         response("response-whole", QUESTION, stream=False),
         response("response-length", STORY, max_output_tokens=5),
         response("response-instructed", QUESTION, instructions="You are terse.", temperature=0),
-        response("response-left", STORY, max_output_tokens=300, leave=6),
+        response("response-left", LONG, temperature=0, max_output_tokens=300, leave=6),
         response("response-refused", QUESTION, model="nope"),
     ]
     return asks

@@ -1,0 +1,73 @@
+"""What a metric is: its name, kind, unit, labels and bounds, said once. The programs publish by these definitions, the
+docs table, the dashboards' checks and the bound on the number of series are made from them. No metrics library here."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+Stability = Literal["ALPHA", "BETA", "STABLE"]
+
+REQUEST_SECONDS = (
+    0.01, 0.02, 0.04, 0.08, 0.16,
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+"""OpenTelemetry's below 0.3 s, then vLLM's for whole requests, so that the two can be subtracted."""
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+"""vLLM's for time_to_first_token."""
+TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005,
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+"""vLLM's for inter_token_latency, and finer ones below."""
+OVERHEAD_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """values: all that it may have. Without them `limit` says how many there can be, and whoever publishes keeps it."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    limit: int = 0
+
+    @property
+    def most(self) -> int:
+        return len(self.values) or self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric of the catalogue. `name` as on the wire, less the `_total` of counters."""
+
+    name: str
+    kind: Kind
+    help: str  # one sentence or two; what is exported puts the stability word before it
+    unit: str = "1"
+    labels: tuple[Label, ...] = ()
+    bounds: tuple[float, ...] = ()  # of histograms, without +Inf
+    layer: str = ""  # service, token, sparsity, verification, capture: the docs' chapters
+    stability: Stability = "ALPHA"
+
+    @property
+    def wire_name(self) -> str:
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+    @property
+    def text(self) -> str:
+        """The HELP text."""
+        return f"{self.stability} {self.help}"
+
+    @property
+    def most_series(self) -> int:
+        """Samples that it can have at most in one scrape."""
+        children = prod(label.most for label in self.labels)
+        return children * (len(self.bounds) + 3 if self.kind == "histogram" else 1)
+
+
+def most_series(metrics: Iterable[Metric]) -> int:
+    return sum(metric.most_series for metric in metrics)

@@ -1,0 +1,57 @@
+"""What a stability run keeps of each request, and what the statistics are made of."""
+
+import msgspec
+
+Top = list[tuple[int, float]]
+"""The likeliest tokens at one position as (id, log probability in nats), best first. Empty: the server sent none."""
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What sparsity did to one request, from the engine's log. None: nothing in the log says it, which is not zero."""
+
+    computed: int | None = None  # prompt positions computed
+    reused: int | None = None  # prompt positions found in the prefix cache
+    recomputed: int | None = None  # positions computed again after a preemption
+    evicted: int | None = None  # KV token slots given up
+    preemptions: int | None = None
+    attended: int | None = None  # positions read by attention, of all layers and output tokens
+    context: int | None = None  # positions that full attention would have read
+    drafted: int | None = None  # draft tokens proposed
+    accepted: int | None = None  # of them
+    zeros: int | None = None  # exact zeros at the input of the down projections, of all layers
+    elements: int | None = None  # elements counted there
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request of a run and its reply. A request that failed has an `error` and whatever came before it."""
+
+    arm: str  # a1, a2, b, or the name of a yardstick
+    prompt: int  # its place in the prompts file, from 0
+    repeat: int  # from 0
+    load: int  # requests at once while it ran
+    cache: str  # cold or warm
+    request_id: str  # sent as X-Request-Id
+    ids: list[int] = []  # output tokens as the server names them (`return_token_ids`)
+    top: list[Top] = []  # one for each of `ids`, or empty where no logprobs came
+    finish: str | None = None  # finish_reason
+    error: str | None = None
+    prompt_sha256: str | None = None  # of the prompt's ids, as comma-separated decimals
+    prompt_tokens: int | None = None
+    ttft: float | None = None  # seconds from sending to the first token
+    tpot: float | None = None  # mean seconds between tokens after the first; None for fewer than two
+    verdict: str | None = None  # of verify-tokens: pass, fail, incomplete, out_of_scope; None: not verified
+    served: Served | None = None  # None: no engine log holds this request
+
+
+class Forced(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Teacher forcing: a reference's prompt and output as one prompt, and what this arm thinks of each output token.
+
+    Runs prefill kernels only, and skips prefix-cache reads: says nothing about what is sparse in decode alone.
+    """
+
+    arm: str
+    prompt: int
+    reference: str  # request_id of the output whose ids were fed
+    ids: list[int]  # these ids
+    top: list[Top] = []  # one for each of them: what this arm would have sampled there
+    error: str | None = None
