@@ -6,6 +6,7 @@ from typing import get_args
 
 from sparseety.metrics import (
     FIRST_TOKEN_SECONDS,
+    FLUSH_SECONDS,
     OVERHEAD_SECONDS,
     REQUEST_SECONDS,
     TOKEN_SECONDS,
@@ -26,7 +27,6 @@ FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "abort", "er
 ERROR_TYPES = ("connect", "tls", "read_timeout", "write_timeout", "reset", "protocol", "http_4xx", "http_5xx")
 PAUSE_REASONS = ("latency", "disk")
 DROP_REASONS = ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown")
-FLUSH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 _model = Label("model_name", limit=MODELS + 1)  # and "other"
 _endpoint = Label("endpoint", ENDPOINTS)
@@ -91,7 +91,7 @@ OVERHEAD = Metric(
     "histogram",
     "Time that the proxy adds. request: from the last body byte received to the last byte handed to the upstream "
     "connection, opening one included, once a request. chunk: from a read of the reply taken up to it handed to the "
-    "client's connection, on the 1st, 17th, 33rd ... read of each reply; a wait for a client that does not read is in it.",
+    "client's connection, every 16th read of a reply from its first; a wait for a client that does not read is in it.",
     "seconds",
     (Label("stage", ("request", "chunk")),),
     OVERHEAD_SECONDS,
@@ -110,7 +110,7 @@ UPSTREAM_ERRORS = Metric(
     "counter",
     "Requests that the upstream failed, by how: no connection (connect, tls), a limit of the proxy's own "
     "(read_timeout, write_timeout), closed or reset before the reply was complete (reset), no valid HTTP (protocol), "
-    "or a reply with such a status (http_4xx, http_5xx). At most one a request.",
+    "or a reply with such a status (http_4xx, http_5xx), which may break off besides.",
     labels=(Label("error_type", ERROR_TYPES),),
     layer="service",
 )
@@ -271,7 +271,7 @@ UNCOUNTED = Metric(
     "sparseety_requests_uncounted",
     "counter",
     "Ended requests of a known endpoint with a 2xx reply whose output tokens are in no counter. no_count: the reply "
-    "said nothing of them; unread: it could not be read (too large, not its JSON, cut off); paused, failed: the capture "
+    "said nothing of them; unread: not readable (too large, not its JSON, cut off); paused, failed: the capture "
     "was, see sparseety_capture_sampled_requests_total; capture_off: --no-capture.",
     labels=(_model, _endpoint, Label("reason", ("no_count", "unread", "paused", "failed", "capture_off"))),
     layer="token",

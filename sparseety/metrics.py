@@ -1,7 +1,8 @@
 """What a metric is: its name, kind, unit, labels and bounds, said once. The programs publish by these definitions, the
 docs table, the dashboards' checks and the bound on the number of series are made from them. No metrics library here."""
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -25,6 +26,7 @@ TOKEN_SECONDS = (
 )  # fmt: skip
 """vLLM's for inter_token_latency, and finer ones below."""
 OVERHEAD_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+FLUSH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
 def steps_1_2_5(most: int) -> tuple[int, ...]:
@@ -77,3 +79,19 @@ class Metric:
 
 def most_series(metrics: Iterable[Metric]) -> int:
     return sum(metric.most_series for metric in metrics)
+
+
+# ------------------------------------------------------------------------------------------------------ the numbers
+
+Cell = list[float]
+"""One child's numbers. Of a counter or gauge: its value. Of a histogram: how many fell to each bound, how many beyond
+the last, and the sum of all."""
+
+
+def new_cell(bounds: Sequence[float] = ()) -> Cell:
+    return [0] * (len(bounds) + 2) if bounds else [0]
+
+
+def observe(cell: Cell, bounds: Sequence[float], value: float) -> None:
+    cell[bisect_left(bounds, value)] += 1
+    cell[-1] += value
