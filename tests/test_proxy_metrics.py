@@ -14,6 +14,7 @@ from proxy.catalogue import METRICS, series_bound
 from proxy.config import read_config
 from proxy.counters import Counters, ModelNames
 from sparseety.errors import SparseetyError
+from sparseety.logreader import find_logs, read_log
 from sparseety.records import Gap, Response, StreamDone
 from tests.logbook import until
 from tests.raw_upstream import (
@@ -24,7 +25,6 @@ from tests.raw_upstream import (
     RawClient,
     chunk,
     chunked,
-    records,
     reply,
     running_proxy,
     running_upstream,
@@ -239,7 +239,8 @@ def scraped(request, tmp_path_factory):
             sizes = Counter({way: total(after[0], "sparseety_proxy_bytes_total", f'direction="{way}"') for way in WAYS})
             stop(process)
         sent = sum(len(each.body) for each in upstream.requests)
-    return before, after, rounds, records(folder / "logs") if request.param == 1 else None, sizes, sent
+    logs = [record for path in find_logs([str(folder / "logs")]) for _, record in read_log(path, pytest.fail)]
+    return before, after, rounds, logs, sizes, sent
 
 
 WAYS = ("request", "response")
@@ -253,8 +254,6 @@ def test_the_counters_are_the_traffic_sent_to_the_unit(scraped):
 
 def test_the_counters_are_what_stands_in_the_log(scraped):
     _, after, _, log, sizes, sent = scraped
-    if log is None:
-        pytest.skip("the logs of several workers are read where workers are tested")
     endings = [record for record in log if isinstance(record, Response | StreamDone)]
     told = Counter(record.outcome for record in endings)
     assert told == {
