@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -438,3 +439,11 @@ def test_no_count_that_a_server_states_makes_a_counter_go_down_or_break(tmp_path
             uncounted = proxy.metric("sparseety_requests_uncounted_total")
             assert (counted, uncounted) in ((1, 0), (0, 1))  # an event that is no chunk at all makes ids incomplete
             assert proxy.metric("sparseety_prompt_tokens_total") == 0
+
+
+def test_the_operations_page_names_metrics_that_exist_and_the_number_of_series():
+    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    names = set(re.findall(r"`(sparseety_\w+)`", page))
+    assert len(names) > 10
+    assert names <= {metric.wire_name for metric in METRICS}
+    assert f"{series_bound(read_config([]).metrics_models):,} at the default" in page
