@@ -1,6 +1,6 @@
 """Which numbers of an engine go into which metric. Definitions: catalogue.py."""
 
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 
 import sparseety
@@ -28,7 +28,7 @@ from sampler_hook.catalogue import (
 from sampler_hook.metrics import Sample
 from sampler_hook.scribe import Counts
 from sampler_hook.wrapping import Site
-from sparseety.metrics import BUILD_INFO, OVERHEAD_SECONDS, Metric
+from sparseety.metrics import BUILD_INFO, Cell, Metric, new_cell
 from sparseety.records import FORMAT_VERSION
 
 
@@ -41,12 +41,13 @@ def of_counts(counts: Counts, model: str, engine: str) -> Iterator[Sample]:
     for layer_type, (read, before) in counts.attended.items():
         yield total(ATTENDED, read, both, layer_type=layer_type)
         yield total(CONTEXT, before, both, layer_type=layer_type)
-    lengths = Counter(counts.accepted_lengths)
-    values = [sum(n for size, n in lengths.items() if low < size <= bound) for low, bound in _between(ACCEPTED_BOUNDS)]
-    values.append(sum(n for size, n in lengths.items() if size > ACCEPTED_BOUNDS[-1]))
-    yield from histogram(ACCEPTED, ACCEPTED_BOUNDS, values, sum(size * n for size, n in lengths.items()), both)
+    lengths = new_cell(ACCEPTED_BOUNDS)
+    for size, rows in counts.accepted_lengths.items():
+        lengths[bisect_left(ACCEPTED_BOUNDS, size)] += rows
+        lengths[-1] += size * rows
+    yield from histogram(ACCEPTED, lengths, both)
     one = {"engine": engine}
-    yield from histogram(STEPS, OVERHEAD_SECONDS, counts.overhead, counts.overhead_ns / 1e9, one)
+    yield from histogram(STEPS, counts.overhead, one)
     yield Sample(LAST, one, counts.last_event)
     yield Sample(BUILD_INFO, {"version": sparseety.__version__, "schema_version": str(FORMAT_VERSION)}, 1.0)
 
@@ -93,14 +94,8 @@ def total(metric: Metric, value: float, labels: dict[str, str], **more: str) -> 
     return Sample(metric, labels | more, value, "_total")
 
 
-def histogram(
-    metric: Metric, bounds: tuple[float, ...], values: list[int], total: float, labels: dict[str, str]
-) -> Iterator[Sample]:
-    """values: observations up to each bound and past the one before; the last: past all. The collector adds them up."""
-    for bound, value in zip([*map(str, map(float, bounds)), "+Inf"], values, strict=True):
+def histogram(metric: Metric, cell: Cell, labels: dict[str, str]) -> Iterator[Sample]:
+    """Each bucket has what is up to its bound and past the one before; the collector adds them up."""
+    for bound, value in zip([*map(str, map(float, metric.bounds)), "+Inf"], cell[:-1], strict=True):
         yield Sample(metric, labels | {"le": bound}, value, "_bucket")
-    yield Sample(metric, labels, total, "_sum")
-
-
-def _between(bounds: tuple[float, ...]) -> Iterator[tuple[float, float]]:
-    return zip((-1.0, *bounds), bounds, strict=False)
+    yield Sample(metric, labels, cell[-1], "_sum")

@@ -7,10 +7,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sampler_hook.catalogue import RATIO_BOUNDS
 from sampler_hook.sites import DOWN_PROJECTIONS, layer_of
+from sparseety.metrics import Cell, new_cell, observe
 from sparseety.records import AnyRecord, Experts, ParameterZeros, Router, Site, Sparsity, SparsityStart, Weights
 
 PHASES = ("prefill", "decode")
@@ -35,18 +36,6 @@ class Zeros:
         )
 
 
-@dataclass(slots=True)
-class Shares:
-    """How the shares of zeros of single tokens are spread."""
-
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(RATIO_BOUNDS) + 1))
-    total: float = 0.0
-
-    def add(self, share: float) -> None:
-        self.buckets[next(i for i, bound in enumerate((*RATIO_BOUNDS, math.inf)) if share <= bound)] += 1
-        self.total += share
-
-
 class Tally:
     def __init__(self, start: SparsityStart, *, whole: bool = True) -> None:
         """whole: this worker sees all of a token, all layers and all columns."""
@@ -55,8 +44,10 @@ class Tally:
         self.zeros = {phase: Zeros(*([0] * len(self.sites) for _ in range(3))) for phase in PHASES}
         self.loads = {phase: [[0] * router.experts for router in self.routers] for phase in PHASES}
         # Of single tokens, by phase: exact and near.
-        self.shares: dict[str, tuple[Shares, Shares]] = (
-            {phase: (Shares(), Shares()) for phase in PHASES} if start.per_token and whole and self.sites else {}
+        self.shares: dict[str, tuple[Cell, Cell]] = (
+            {phase: (new_cell(RATIO_BOUNDS), new_cell(RATIO_BOUNDS)) for phase in PHASES}
+            if start.per_token and whole and self.sites
+            else {}
         )
         self.weights: dict[tuple[int | None, str], tuple[int, int]] = {}  # by layer and module: zeros, elements
 
@@ -69,7 +60,7 @@ class Tally:
                         self.shares[record.phase], (record.token_zeros, record.token_near), strict=True
                     ):
                         for share in self._token_shares(counts):
-                            shares.add(share)
+                            observe(shares, RATIO_BOUNDS, share)
             case Experts() if record.phase in PHASES:
                 self.loads[record.phase] = [
                     [a + b for a, b in zip(mine, more, strict=True)]

@@ -12,7 +12,6 @@ from sampler_hook.catalogue import (
     EXPERT_TOKENS,
     HOOKS,
     IDLE,
-    RATIO_BOUNDS,
     ROUTED,
     SPARSITY_CONFIG,
     TOKEN_ZEROS,
@@ -56,7 +55,7 @@ class WorkerFigures:
         for phase, spreads in tally.shares.items():
             for kind, shares in zip(("exact", "near"), spreads, strict=True):
                 labels = both | {"site": "ffn_act", "phase": phase, "zero_kind": kind}
-                yield from histogram(TOKEN_ZEROS, RATIO_BOUNDS, shares.buckets, shares.total, labels)
+                yield from histogram(TOKEN_ZEROS, shares, labels)
 
     def routing(self, tally: Tally, spreads: Mapping[int, Spread | None]) -> Iterator[Sample]:
         both = {"model_name": self.model, "engine": self.engine}

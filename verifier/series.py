@@ -1,14 +1,14 @@
 """Numbers by the definitions of catalogue.py, for Prometheus to read: on a port, or as a text file's content."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from sparseety.metrics import Metric
+from sparseety.metrics import Cell, Metric, new_cell, observe
 
 Values = tuple[str, ...]  # of the labels, in the definition's order
 
@@ -18,7 +18,7 @@ class Series(Collector):
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._numbers: dict[Metric, dict[Values, float]] = {metric: {} for metric in metrics}
-        self._counts = {metric: [0] * (len(metric.bounds) + 1) for metric in self._numbers if metric.bounds}
+        self._cells = {metric: new_cell(metric.bounds) for metric in self._numbers if metric.bounds}
 
     def add(self, metric: Metric, *values: str, by: float = 1) -> None:
         """To a counter; by 0, so that it is there before its first event."""
@@ -30,13 +30,12 @@ class Series(Collector):
 
     def observe(self, metric: Metric, value: float) -> None:
         """By a histogram, which has no labels here."""
-        self._counts[metric][bisect_left(metric.bounds, value)] += 1
-        self.add(metric, by=value)
+        observe(self._cells[metric], metric.bounds, value)
 
     def collect(self) -> Iterator[Family]:
         for metric, numbers in self._numbers.items():
-            if metric in self._counts:
-                yield self._histogram(metric)
+            if cell := self._cells.get(metric):
+                yield _histogram(metric, cell)
                 continue
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(metric.name, metric.text, labels=[label.name for label in metric.labels])
@@ -44,15 +43,15 @@ class Series(Collector):
                 family.add_metric(list(values), number)
             yield family
 
-    def _histogram(self, metric: Metric) -> Family:
-        seen, buckets = 0, []
-        for bound, count in zip((*map(float, metric.bounds), "+Inf"), self._counts[metric], strict=True):
-            seen += count
-            buckets.append((str(bound), seen))
-        return HistogramMetricFamily(metric.name, metric.text, buckets, self._numbers[metric].get((), 0.0))
-
     def text(self) -> bytes:
         """As Prometheus reads it."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)
+
+
+def _histogram(metric: Metric, cell: Cell) -> Family:
+    bounds = [*map(str, map(float, metric.bounds)), "+Inf"]
+    return HistogramMetricFamily(
+        metric.name, metric.text, list(zip(bounds, accumulate(cell[:-1]), strict=True)), cell[-1]
+    )
