@@ -159,10 +159,8 @@ SPARSITY_CONFIG = Metric(
 
 # ------------------------------------------------------------------------------------------------- capture health
 
-KINDS = (
-    *("engine_start", "engine_event", "request_added", "step", "request_finished", "kv"),
-    *("sparsity_start", "weights", "sparsity", "experts", "gap"),
-)
+ENGINE_KINDS = ("engine_start", "engine_event", "request_added", "step", "request_finished", "kv", "gap")
+WORKER_KINDS = ("sparsity_start", "weights", "sparsity", "experts", "gap")
 EVENTS = ("sleep", "wake", "weight_update", "weight_version", "cache_reset", "control", "part_off", "hook_silent")
 
 REQUESTS = Metric(
@@ -184,14 +182,14 @@ RECORDS = Metric(
     "sparseety_capture_records",
     "counter",
     "Records handed to the writer, by event.",
-    labels=(SOURCE, Label("kind", KINDS)),
+    labels=(SOURCE, Label("kind", tuple(dict.fromkeys((*ENGINE_KINDS, *WORKER_KINDS))))),
     layer="capture",
 )
 DROPPED = Metric(
     "sparseety_capture_records_dropped",
     "counter",
     "Records that could not be written; requests concerned are judged incomplete.",
-    labels=(SOURCE, Label("reason", ("other",))),
+    labels=(SOURCE, Label("reason", ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown"))),
     layer="capture",
 )
 PAUSED = Metric(
@@ -244,6 +242,27 @@ LAST = Metric(
     (ENGINE,),
     layer="capture",
 )
+RECORDS_WRITTEN = Metric(
+    "sparseety_capture_records_written",
+    "counter",
+    "Records in the logs, the writers' own included (log_open, log_close, gap).",
+    labels=(SOURCE,),
+    layer="capture",
+)
+SEGMENTS = Metric(
+    "sparseety_capture_segments",
+    "counter",
+    "Files of the logs: opened, closed (in order), packed, deleted (the oldest ones, beyond the cap).",
+    labels=(SOURCE, Label("event", ("opened", "closed", "packed", "deleted"))),
+    layer="capture",
+)
+LOGS_FAILING = Metric(
+    "sparseety_capture_logs_failing",
+    "gauge",
+    "Processes whose log cannot be written now.",
+    labels=(SOURCE,),
+    layer="capture",
+)
 WRITTEN = Metric(
     "sparseety_capture_written_bytes",
     "counter",
@@ -294,18 +313,21 @@ DISK_FREE = Metric(
 )
 
 ENGINES = (
-    PROMPT, EVICTED, CONTEXT, ATTENDED, DRAFTS, ACCEPTED, REQUESTS, RATE, RECORDS, DROPPED, PAUSED, HOOKS,
-    PLUGIN_EVENTS, STEPS, ERRORS, LAST, BUILD_INFO,
+    PROMPT, EVICTED, CONTEXT, ATTENDED, DRAFTS, ACCEPTED, REQUESTS, RATE, PAUSED, HOOKS, PLUGIN_EVENTS, STEPS,
+    ERRORS, LAST, BUILD_INFO,
 )  # fmt: skip
 """By the process that has the scheduler."""
-WRITERS = (RECORDS, DROPPED, WRITTEN, QUEUE, QUEUE_LIMIT, FLUSH, LAST_WRITE, DISK_FREE)
+WRITERS = (
+    RECORDS, RECORDS_WRITTEN, DROPPED, WRITTEN, SEGMENTS, QUEUE, QUEUE_LIMIT, FLUSH, LAST_WRITE, DISK_FREE,
+    LOGS_FAILING,
+)  # fmt: skip
 """By each process that writes a log."""
 ACTIVATIONS = (ELEMENTS, ZEROS, TOKEN_ZEROS)
 ROUTING = (ROUTED, BALANCE, ENTROPY, IDLE)
 WORKERS = (*ACTIVATIONS, WEIGHT_ZEROS, *ROUTING, EXPERT_TOKENS, SPARSITY_CONFIG)
 """By the workers, where sparsity, experts or weights are counted."""
 
-SUMMED = frozenset({HOOKS.name})
+SUMMED = frozenset({HOOKS.name, LOGS_FAILING.name})
 """Gauges that add up over the processes of an engine. Of others the highest holds."""
 
 METRICS = tuple(dict.fromkeys((*ENGINES, *WORKERS, *WRITERS)))
