@@ -1,5 +1,6 @@
 """One engine's log: its writer, what follows the scheduler for it, and its published numbers."""
 
+import logging
 import os
 import time
 import weakref
@@ -9,7 +10,9 @@ from typing import Any
 
 from sampler_hook import adapters, figures, identity
 from sampler_hook.attention import layers
+from sampler_hook.catalogue import ENGINE_KINDS
 from sampler_hook.control import ControlFile
+from sampler_hook.detail import series
 from sampler_hook.engine import EngineCapture
 from sampler_hook.kv import KvLedger
 from sampler_hook.metrics import Publisher, Sample
@@ -18,8 +21,10 @@ from sampler_hook.settings import HookSettings
 from sampler_hook.wrapping import Site
 from sparseety.clock import Clock
 from sparseety.logwriter import LogWriter
-from sparseety.records import AnyRecord, Gap, Scope
+from sparseety.records import AnyRecord, EngineEvent, Gap, Scope
 from sparseety.sampling import key_id
+
+log = logging.getLogger("vllm.sparseety")
 
 # vLLM's default is to kill its engine at once after asking it to end; what is not written by then is lost.
 _FLUSH_SECONDS = 0.01
@@ -51,8 +56,11 @@ class Journal:
         self._key = key_id(settings.sample_key)
         scope = Scope(sample=control.now.sample, sample_key=self._key if control.now.sample < 1.0 else None)
         self.writer = LogWriter(settings.folder, "engine", scope, clock=clock, flush_seconds=_FLUSH_SECONDS)
+        self._writers: list[LogWriter] = [*(before._writers if before else ()), self.writer]  # counters go on
+        self._kinds: Counter[str] = Counter() if before is None else before._kinds
+        self._events: Counter[str] = Counter() if before is None else before._events
         try:
-            self.writer.put(
+            self._put(
                 identity.engine_start(
                     config,
                     version=version,
@@ -65,10 +73,9 @@ class Journal:
             # Requests under way are not known, and whatever comes of them is not recorded.
             strangers = list(getattr(scheduler, "requests", ()))
             if strangers:
-                self.writer.put(Gap(ts=clock(), reason="under way when recording began", count=len(strangers)))
-            self.model = next(iter(adapters.served_names(config.model_config)), str(config.model_config.model))
-            self._kinds: Counter[str] = Counter() if before is None else before._kinds
-            self._publisher: Publisher = Publisher(os.environ) if before is None else before._publisher
+                self._put(Gap(ts=clock(), reason="under way when recording began", count=len(strangers)))
+            self.model = adapters.served_as(config)
+            self._publisher: Publisher = _publisher(settings, config) if before is None else before._publisher
             scribe = Scribe(
                 self._put,
                 clock,
@@ -97,6 +104,8 @@ class Journal:
 
     def _put(self, record: AnyRecord) -> bool:
         self._kinds[record.__struct_config__.tag] += 1  # type: ignore[index]
+        if isinstance(record, EngineEvent):
+            self._events[record.kind] += 1
         return self.writer.put(record)
 
     def follow(self, parts: Collection[str]) -> None:
@@ -123,7 +132,7 @@ class Journal:
     def leave(self, reason: str, requests: list[int] | None = None) -> None:
         """Say that nothing more is recorded of these requests; None: of any that is open now."""
         if requests is None or requests:
-            self.writer.put(Gap(ts=self._clock(), reason=reason, count=len(requests or [0]), requests=requests or []))
+            self._put(Gap(ts=self._clock(), reason=reason, count=len(requests or [0]), requests=requests or []))
 
     def close(self) -> None:
         if self._pid == os.getpid():
@@ -141,13 +150,24 @@ class Journal:
             return
         counts = self.counts
         self._publisher.write(figures.of_counts(counts, self.model, self.engine))
+        self._publisher.write(figures.of_events(self._events, self.engine))
         self._publisher.write(hooks)
         self._publisher.write(
             figures.of_capture(
                 requests=counts.requests,
                 rate=0.0 if any(paused.values()) else self._control.now.sample,
-                records=self._kinds,
-                lost=self.writer.lost,
                 paused=paused,
             )
         )
+        self._publisher.write(figures.of_writers(self._writers, {kind: self._kinds[kind] for kind in ENGINE_KINDS}))
+
+
+def _publisher(settings: HookSettings, config: Any) -> Publisher:
+    most = series(engines=adapters.engines(config))
+    if most <= settings.max_series:
+        return Publisher(os.environ)
+    log.warning(
+        "sparseety: metrics may be %d series, more than SPARSEETY_HOOK_MAX_SERIES=%d: none are published",
+        *(most, settings.max_series),
+    )
+    return Publisher({})

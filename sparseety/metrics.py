@@ -2,7 +2,7 @@
 docs table, the dashboards' checks and the bound on the number of series are made from them. No metrics library here."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -60,6 +60,7 @@ class Metric:
     bounds: tuple[float, ...] = ()  # of histograms, without +Inf
     layer: str = ""  # service, token, sparsity, verification, capture: the docs' chapters
     stability: Stability = "ALPHA"
+    absent: str = ""  # when it is not there, if not always: no data is not zero
 
     @property
     def wire_name(self) -> str:
@@ -73,12 +74,27 @@ class Metric:
     @property
     def most_series(self) -> int:
         """Samples that it can have at most in one scrape."""
-        children = prod(label.most for label in self.labels)
+        return self.series({})
+
+    def series(self, limits: Mapping[str, int]) -> int:
+        """The same where a label is known to have so many values: `limits`, by its name, holds in place of its own."""
+        children = prod(limits.get(label.name, label.most) for label in self.labels)
         return children * (len(self.bounds) + 3 if self.kind == "histogram" else 1)
 
 
-def most_series(metrics: Iterable[Metric]) -> int:
-    return sum(metric.most_series for metric in metrics)
+def most_series(metrics: Iterable[Metric], **limits: int) -> int:
+    """limits: as of Metric.series."""
+    return sum(metric.series(limits) for metric in metrics)
+
+
+BUILD_INFO = Metric(
+    "sparseety_build_info",
+    "gauge",
+    "Constant 1; which version runs, and which version of the record format it writes or reads.",
+    labels=(Label("version", limit=1), Label("schema_version", limit=1)),
+    layer="service",
+)
+"""Of each program."""
 
 
 # ------------------------------------------------------------------------------------------------------ the numbers
