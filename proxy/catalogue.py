@@ -345,6 +345,7 @@ QUEUE_BYTES = Metric(
     "bytes",
     (_source,),
     layer="capture",
+    absent="with `--no-capture`",
 )
 QUEUE_LIMIT = Metric(
     "sparseety_capture_queue_limit_bytes",
@@ -353,6 +354,7 @@ QUEUE_LIMIT = Metric(
     "bytes",
     (_source,),
     layer="capture",
+    absent="with `--no-capture`",
 )
 FLUSH = Metric(
     "sparseety_capture_flush_duration_seconds",
@@ -370,6 +372,7 @@ LAST_WRITE = Metric(
     "seconds",
     (_source,),
     layer="capture",
+    absent="with `--no-capture`",
 )
 DISK_FREE = Metric(
     "sparseety_capture_disk_free_bytes",
@@ -377,6 +380,7 @@ DISK_FREE = Metric(
     "Free for this user on the log's disk, looked at every 5 s.",
     "bytes",
     layer="capture",
+    absent="with `--no-capture`",
 )
 SEGMENTS = Metric(
     "sparseety_capture_segments",
