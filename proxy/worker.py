@@ -32,9 +32,10 @@ from proxy.spans import Spans
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
-from sparseety.logwriter import LogWriter, Written
+from sparseety.logwriter import LogWriter
 from sparseety.records import Scope
 from sparseety.segments import Rotation
+from sparseety.written import Written
 
 LOG_CLOSING_SECONDS = 10.0  # for the disk to take the rest of the log
 SPANS_CLOSING_SECONDS = 1.0  # for the collector to take the last spans
