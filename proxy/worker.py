@@ -106,9 +106,9 @@ class Worker:
     def __init__(self, config: ProxyConfig, opened: socket.socket, *, clock: Clock) -> None:
         """Raises SparseetyError: the log folder cannot be written."""
         self._config, self._socket = config, opened
-        self.writer = build_writer(config, clock)
         self.upstream = build_upstream(config)
         self._spans = Spans(config.otlp_endpoint, config.upstream) if config.otlp_endpoint else None
+        self.writer = build_writer(config, clock)  # last, so that a refusal to start leaves no log behind
         self._counters = Counters()
         self._guard = Guard(Thresholds(lag=config.protect_lag, after=config.protect_after))
         limits = Limits(**config.limits())
