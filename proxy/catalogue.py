@@ -25,6 +25,8 @@ MODELS = 8  # names of models that get series of their own, by default
 ENDPOINTS = get_args(Endpoint)
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "abort", "error", "repetition", "none", OTHER)
 ERROR_TYPES = ("connect", "tls", "read_timeout", "write_timeout", "reset", "protocol", "http_4xx", "http_5xx")
+COUNT_SOURCES = ("usage", "token_ids", "logprobs")
+REFUSALS = ("bad_request", "headers_too_large", "request_timeout", "not_implemented", "http_version", "internal_error")
 PAUSE_REASONS = ("latency", "disk")
 SEGMENT_EVENTS = ("opened", "closed", "packed", "deleted")
 DROP_REASONS = ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown")
@@ -50,8 +52,17 @@ REQUESTS = Metric(
     "Requests that have ended, in whatever way. stream: the reply was an event stream. outcome: as in the log's "
     "stream_done and response; a reply with an HTTP error status is complete, see sparseety_upstream_errors_total. "
     "model_name: the reply's model, else the one asked for where a reply has named it before, else other. "
-    "Requests refused before they were relayed (no valid HTTP/1) are not among them.",
+    "Requests that were not relayed are in sparseety_proxy_requests_refused_total instead.",
     labels=(MODEL, _any_endpoint, Label("stream", ("false", "true")), _outcome),
+    layer="service",
+)
+REFUSED = Metric(
+    "sparseety_proxy_requests_refused",
+    "counter",
+    "Requests that the proxy answered itself and relayed nothing of, or broke off in their body, because they are no "
+    "HTTP/1 of one reading or ask for what it does not do. code: the type in the error that it answers with. They are "
+    "in no log.",
+    labels=(Label("code", REFUSALS),),
     layer="service",
 )
 IN_FLIGHT = Metric(
@@ -92,7 +103,7 @@ OVERHEAD = Metric(
     "histogram",
     "Time that the proxy adds. request: from the last body byte received to the last byte handed to the upstream "
     "connection, opening one included, once a request. chunk: from a read of the reply taken up to it handed to the "
-    "client's connection, every 16th read of a reply from its first; a wait for a client that does not read is in it.",
+    "client's connection, every 16th read of all replies; a wait for a client that does not read is in it.",
     "seconds",
     (Label("stage", ("request", "chunk")),),
     OVERHEAD_SECONDS,
@@ -203,7 +214,7 @@ GENERATION_TOKENS = Metric(
     "Output tokens of requests that have ended, all choices: sampled ones, the token that stops included where the "
     f"server counts it. {_COUNTED}",
     "tokens",
-    (MODEL, _endpoint, Label("count_source", ("usage", "token_ids", "logprobs"))),
+    (MODEL, _endpoint, Label("count_source", COUNT_SOURCES)),
     layer="token",
 )
 CACHED_TOKENS = Metric(
