@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from verifier.stability.differences import ROUNDING
 from verifier.stability.intervals import resampled, share_limits, wilson
 from verifier.stability.model import Forced, Output, Top
 from verifier.stability.result import Band, Estimate, ForcedResult, GateSettings, MarginBin, Share
@@ -60,7 +61,7 @@ def _tally(
             of_prompt[0] += other
             of_prompt[1] += 1
             if lead := margins(token, expected, top):
-                hard = other and abs(lead[0]) + abs(lead[1]) > band.shift
+                hard = other and abs(lead[0]) + abs(lead[1]) > band.shift + ROUNDING
                 tally.hard += hard
                 of_prompt[2] += hard
                 tally.deltas.append(abs(lead[0] - lead[1]))
