@@ -130,9 +130,8 @@ def forced_ratio(ours: Counts, theirs: Counts, levels: tuple[float, float]) -> E
     low, high = clustered_ratio(groups, *levels)
     scale = share[1] / share[0]
     value = sum(g[0] for g in groups) / sum(g[1] for g in groups) * scale
-    return Estimate(
-        value=value, low=low * scale, high=high * scale, method="paired by prompt, jackknife of the logarithm"
-    )
+    top = high * scale if high < inf else None
+    return Estimate(value=value, low=low * scale, high=top, method="paired by prompt, jackknife")
 
 
 def _paired(candidate: Compared, yardstick: Compared) -> tuple[int, int, int, int]:
