@@ -12,8 +12,9 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from verifier.stability.analysis import compare
 from verifier.stability.forcing import forced_results
@@ -182,13 +183,14 @@ def measure(scenario: Scenario, count: int, seed: int) -> tuple[Counter[Decision
     return decisions, sorted(sizes)
 
 
-def main(argv: Sequence[str] | None = None, show: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--campaigns", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", metavar="WORDS", help="scenarios whose name holds these")
     options = parser.parse_args(argv)
     worst = 0
+    show = partial(print, flush=True)
     show("| truth | accept | reject | inconclusive | wrong (95 %) | prompts: mean, 95 % within |")
     show("|---|---|---|---|---|---|")
     began = time.perf_counter()

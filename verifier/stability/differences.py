@@ -19,9 +19,9 @@ def usable(output: Output) -> bool:
 
 
 def by_arm(outputs: Iterable[Output]) -> dict[str, list[Output]]:
-    """The usable ones."""
+    """The usable ones, in an order that does not depend on when they came."""
     arms: dict[str, list[Output]] = defaultdict(list)
-    for output in outputs:
+    for output in sorted(outputs, key=lambda o: (o.prompt, o.repeat, o.cache, o.load, o.request_id)):
         if usable(output):
             arms[output.arm].append(output)
     return arms
