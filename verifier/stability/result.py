@@ -16,11 +16,7 @@ Reading = Literal["less", "as much", "more", "not told apart"]
 EXIT_CODES: dict[Decision, int] = {"accept": 0, "reject": 1, "inconclusive": 3}
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields are all written, None as null: what is not known is said."""
-
-
-class GateSettings(Record):
+class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What may be set. Rates are per prompt, shares in 0..1, confidence is that of all intervals."""
 
     p0: float = 0.02  # share of prompts with a hard first difference that is still the same model
@@ -46,7 +42,7 @@ class GateSettings(Record):
     resamples: int = 2000
 
 
-class ArmFacts(Record):
+class ArmFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the run knows of one server. None or absent: not known."""
 
     model: str | None = None
@@ -57,7 +53,7 @@ class ArmFacts(Record):
     flags: dict[str, str] = {}  # of the server; arms may differ here, that is the point
 
 
-class Facts(Record):
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What the run knows besides its requests."""
 
     run: str = ""  # its name
@@ -67,7 +63,7 @@ class Facts(Record):
     notes: list[str] = []  # anything else a reader should know
 
 
-class Check(Record):
+class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One condition of validity. ok None: could not be checked, which is said and does not end the run."""
 
     name: str
@@ -75,7 +71,7 @@ class Check(Record):
     detail: str
 
 
-class Share(Record):
+class Share(msgspec.Struct, frozen=True, kw_only=True):
     """hits of `of`, with an interval. share None: of is 0."""
 
     hits: int
@@ -86,7 +82,7 @@ class Share(Record):
     method: str
 
 
-class Rate(Record):
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """Events per position at risk. rate None: nothing was at risk."""
 
     events: int
@@ -97,7 +93,7 @@ class Rate(Record):
     method: str
 
 
-class Estimate(Record):
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """A number with an interval; low or high None: unbounded on that side."""
 
     value: float | None
@@ -106,7 +102,7 @@ class Estimate(Record):
     method: str
 
 
-class Band(Record):
+class Band(msgspec.Struct, frozen=True, kw_only=True):
     """Up to where a first difference counts as a tie, in nats, and where that comes from."""
 
     margin: float  # where only one side has log probabilities
@@ -115,7 +111,7 @@ class Band(Record):
     detail: str
 
 
-class Difference(Record):
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Where two outputs of a prompt part."""
 
     prompt: int
@@ -137,19 +133,19 @@ class Difference(Record):
     second_choice: bool | None  # the second's token is the first's runner-up
 
 
-class CurvePoint(Record):
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # tokens
     share: float  # of pairs still identical after the token at this index
     at_risk: int
 
 
-class Survival(Record):
+class Survival(msgspec.Struct, frozen=True, kw_only=True):
     points: list[CurvePoint]  # a step each
     median: int | None  # tokens after which half the pairs have parted; None: not reached
     quartiles: list[int]  # of the index of first differences; empty: there are none
 
 
-class LogRank(Record):
+class LogRank(msgspec.Struct, frozen=True, kw_only=True):
     """Two curves. z > 0: the second parts sooner than expected."""
 
     z: float
@@ -160,7 +156,7 @@ class LogRank(Record):
     needed: int  # events for 90 % power at the ratio asked for
 
 
-class LengthBin(Record):
+class LengthBin(msgspec.Struct, frozen=True, kw_only=True):
     """Positions whose context (prompt and output before them) is in first..last."""
 
     first: int
@@ -169,7 +165,7 @@ class LengthBin(Record):
     hard: int
 
 
-class Comparison(Record):
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """All that is said of two arms."""
 
     name: str  # noise, candidate, or the yardstick's name
@@ -194,14 +190,14 @@ class Comparison(Record):
     cause: "Cause"
 
 
-class Cause(Record):
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The likely cause of first differences, and what speaks for it. Never without evidence: unknown then."""
 
     name: CauseName
     evidence: list[str]
 
 
-class Fork(Record):
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
     """A place where repeats of a prompt part."""
 
     index: int
@@ -209,7 +205,7 @@ class Fork(Record):
     margin: float | None  # the least lead that one of them had there, nats
 
 
-class Leaf(Record):
+class Leaf(msgspec.Struct, frozen=True, kw_only=True):
     """Outputs that are token for token the same."""
 
     requests: list[str]
@@ -217,7 +213,7 @@ class Leaf(Record):
     finish: str | None
 
 
-class Tree(Record):
+class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """The outputs of one arm to one prompt."""
 
     prompt: int
@@ -228,7 +224,7 @@ class Tree(Record):
     entropy: float  # nats; 0: all the same
 
 
-class Factor(Record):
+class Factor(msgspec.Struct, frozen=True, kw_only=True):
     """Whether outputs that differ go by one of the conditions they ran under."""
 
     name: str  # load, cache, reused, preempted, epoch
@@ -237,7 +233,7 @@ class Factor(Record):
     chance: float  # prompts that luck would explain
 
 
-class Repeats(Record):
+class Repeats(msgspec.Struct, frozen=True, kw_only=True):
     """Repeats within one arm."""
 
     arm: str
@@ -253,7 +249,7 @@ class Repeats(Record):
     trees: list[Tree]  # of prompts with more than one distinct output
 
 
-class ArmResult(Record):
+class ArmResult(msgspec.Struct, frozen=True, kw_only=True):
     """Cost and sparsity of one arm. None: nothing says it."""
 
     arm: str
@@ -276,7 +272,7 @@ class ArmResult(Record):
     accepted_share: float | None  # of draft tokens
 
 
-class MarginBin(Record):
+class MarginBin(msgspec.Struct, frozen=True, kw_only=True):
     """Positions at which the reference led by up to `last` nats, and more than the bin before."""
 
     last: float | None
@@ -284,7 +280,7 @@ class MarginBin(Record):
     disagree: int
 
 
-class ForcedResult(Record):
+class ForcedResult(msgspec.Struct, frozen=True, kw_only=True):
     """Teacher forcing of one arm. Prefill path only: says nothing of what is sparse in decode alone."""
 
     arm: str
@@ -303,7 +299,7 @@ class ForcedResult(Record):
     delta_max: float | None
 
 
-class YardstickReading(Record):
+class YardstickReading(msgspec.Struct, frozen=True, kw_only=True):
     """Does the candidate move less, as much or more than a change known to be acceptable?"""
 
     arm: str
@@ -317,7 +313,7 @@ class YardstickReading(Record):
     forced_ratio: Estimate | None
 
 
-class Sprt(Record):
+class Sprt(msgspec.Struct, frozen=True, kw_only=True):
     """The sequential test on hard first differences."""
 
     prompts: int  # looked at until it was decided, or all
@@ -330,7 +326,7 @@ class Sprt(Record):
     decision: Decision
 
 
-class Bound(Record):
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """One condition of bounded-change."""
 
     name: str
@@ -340,7 +336,7 @@ class Bound(Record):
     detail: str
 
 
-class Verdict(Record):
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     contract: Contract
     decision: Decision
     exit_code: int
@@ -350,7 +346,7 @@ class Verdict(Record):
     bounds: list[Bound]
 
 
-class Analysis(Record):
+class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a stability run."""
 
     schema: int = SCHEMA
