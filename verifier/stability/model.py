@@ -42,6 +42,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tpot: float | None = None  # mean seconds between tokens after the first; None for fewer than two
     verdict: str | None = None  # of verify-tokens: pass, fail, incomplete, out_of_scope; None: not verified
     served: Served | None = None  # None: no engine log holds this request
+    epoch: str | None = None  # engine and how often it slept, woke, got weights or lost its cache before; None: unknown
 
 
 class Forced(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
