@@ -21,6 +21,7 @@ from verifier.stability.store import Arm, ArmWriter, Input, Line
 
 API_KEY = "SPARSEETY_VERIFY_API_KEY"
 _EVENT_BYTES = 8 << 20
+_FORCED_ERRORS = 2  # in a row
 _WARM_UP = 4  # requests before the first stage, which are kept apart
 
 Progress = Callable[[str, int, int, int], None]
@@ -194,9 +195,15 @@ class Driver:
         await self._at_once(stage.load, (one(job) for job in stage.jobs))
 
     async def force(self, arm: Arm, references: list[tuple[Output, list[int]]], writer: ArmWriter) -> None:
-        """Feed outputs of the baseline, behind the ids of their prompts, one after another. Raises Stopped."""
+        """Feed outputs of the baseline, behind the ids of their prompts, one after another. Raises Stopped.
+
+        A server that cannot do it is not asked on: that is no reason to give up the run.
+        """
         left = [each for each in references if (f := arm.forced.get(each[0].request_id)) is None or f.error]
+        failed = 0
         for number, (output, prompt_ids) in enumerate(left):
+            if failed >= _FORCED_ERRORS:
+                return
             if not await self._budget.turn():
                 raise Stopped(self._budget.stopped)
             request_id = f"{self._plan.name}-{arm.name}-forced-{output.request_id}"
@@ -211,8 +218,8 @@ class Driver:
             )
             arm.take(line := Line(forced=forced))
             writer.write(line)
-            self._budget.result(error)
-            self._progress(f"{arm.name} teacher forcing", number + 1, len(left), self._budget.failed)
+            failed = failed + 1 if error else 0
+            self._progress(f"{arm.name} teacher forcing", number + 1, len(left), failed)
 
     async def _one(self, job: Job, arm: Arm, writer: ArmWriter) -> Output:
         plan = self._plan

@@ -35,6 +35,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str
     verdict: str | None = None
     served: Served | None = None
+    epoch: str | None = None
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,7 +76,9 @@ class Arm:
         by_id = {each.request_id: each for each in found}
         for key, output in self.outputs.items():
             if one := by_id.get(output.request_id):
-                self.outputs[key] = msgspec.structs.replace(output, verdict=one.verdict, served=one.served)
+                self.outputs[key] = msgspec.structs.replace(
+                    output, verdict=one.verdict, served=one.served, epoch=one.epoch
+                )
 
 
 @dataclass
