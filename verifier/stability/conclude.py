@@ -18,7 +18,7 @@ from verifier.stability.analysis import analyse
 from verifier.stability.model import Fingerprint, Output
 from verifier.stability.plan import AGAIN, BASELINE, CANDIDATE
 from verifier.stability.result import EXIT_CODES, Analysis, ArmFacts, Facts, GateSettings
-from verifier.stability.store import Arm, ArmWriter, Checked, Line, Run
+from verifier.stability.store import Arm, ArmWriter, Line, Run
 from verifier.stability.witness import Evidence, look_up
 from verifier.tokenizer import TokenizerShelf
 
