@@ -187,7 +187,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     by_length: list[LengthBin]
     differences: list[Difference]
     soft: LogRank | None  # ties against the noise arm's; None: of the noise arm itself, or without one
-    cause: "Cause"
+    cause: "Cause | None"  # None: nothing differs
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
