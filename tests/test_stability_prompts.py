@@ -63,7 +63,7 @@ def test_the_order_is_another_for_each_arm_and_the_same_again_for_the_same_seed(
     assert sorted(order["a1"]) == sorted(order["b"])
 
 
-@pytest.mark.parametrize("loads", [[1], [2], [8], [1, 8], [1, 8, 16], [4, 4]])
+@pytest.mark.parametrize("loads", [[1], [2], [8], [1, 8], [1, 8, 16]])
 def test_no_repeat_of_a_prompt_meets_the_same_load_in_both_runs_of_the_baseline(loads):
     assert loads_of("a1", loads) == loads_of("b", loads) == loads
     assert all(a != b and b >= 1 for a, b in zip(loads, loads_of("a2", loads), strict=True))

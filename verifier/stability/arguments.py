@@ -87,7 +87,8 @@ def positive(text: str) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    return [positive(each) for each in text.split(",")]
+    """Ascending, each once."""
+    return sorted({positive(each) for each in text.split(",")})
 
 
 def named_url(text: str) -> tuple[str, str]:

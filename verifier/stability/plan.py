@@ -23,7 +23,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompts_sha256: str
     prompts: int  # how many there are
     repeats: int  # of each prompt, at each load and cache state
-    loads: list[int]  # requests at once
+    loads: list[int]  # requests at once, ascending
     caches: list[Cache]
     max_tokens: int
     top: int  # log probabilities at each position
@@ -71,12 +71,12 @@ def loads_of(arm: str, loads: Sequence[int]) -> list[int]:
     """The baseline's second run meets each repeat at another load than its first: that is what makes noise."""
     if arm != AGAIN:
         return list(loads)
-    turned = [*loads[1:], loads[0]]
+    turned = [loads[-1], *loads[:-1]]
     return [other if other != load else _another(load) for load, other in zip(loads, turned, strict=True)]
 
 
 def _another(load: int) -> int:
-    return load // 2 or 2 if load != 1 else 2
+    return load // 2 or 2
 
 
 def stages(plan: Plan, arm: str) -> list[Stage]:
