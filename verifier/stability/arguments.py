@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from verifier.stability.drive import Limits
+from verifier.stability.plan import Cache
 from verifier.stability.result import Contract
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -86,9 +87,23 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_or_0(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
 def numbers(text: str) -> list[int]:
     """Ascending, each once."""
     return sorted({positive(each) for each in text.split(",")})
+
+
+def caches(text: str) -> list[str]:
+    states = text.split(",")
+    if not set(states) <= set(get_args(Cache)) or len(set(states)) < len(states):
+        raise argparse.ArgumentTypeError(f'"{text}" is not cold, warm or both')
+    return states
 
 
 def named_url(text: str) -> tuple[str, str]:

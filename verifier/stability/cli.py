@@ -10,11 +10,22 @@ from pathlib import Path
 from sparseety.command import run_command
 from sparseety.errors import SparseetyError
 from verifier.stability import prompts as prompt_files
-from verifier.stability import store
-from verifier.stability.arguments import gate, limits, named_url, numbers, outputs, positive, roles, witnesses
+from verifier.stability import single, store
+from verifier.stability.arguments import (
+    caches,
+    gate,
+    limits,
+    named_url,
+    numbers,
+    outputs,
+    positive,
+    positive_or_0,
+    roles,
+    witnesses,
+)
 from verifier.stability.conclude import conclude
 from verifier.stability.drive import Stopped
-from verifier.stability.plan import AGAIN, BASELINE, CANDIDATE, Cache, Plan
+from verifier.stability.plan import AGAIN, BASELINE, CANDIDATE, Plan
 from verifier.stability.progress import StageProgress
 from verifier.stability.running import Gathering, gather
 
@@ -22,7 +33,6 @@ _EPILOG = """\
 exit codes: 0 accept; 1 reject; 2 wrong use; 3 inconclusive: too little, too noisy, or broken off (what came is kept);
 70 a bug; 130 interrupted
 """
-_CACHES: tuple[Cache, ...] = ("cold", "warm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,13 +53,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="run|compare")
+    commands = parser.add_subparsers(required=True, metavar="run|compare|single|overhead")
     run = commands.add_parser("run", help="ask both servers, keep what they say, and give the verdict")
     _run_arguments(run)
     run.set_defaults(run=_run)
     compare = commands.add_parser("compare", help="the verdict on runs that are there")
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; a second one: b is there")
     compare.set_defaults(run=_compare)
+    single.add_arguments(commands.add_parser("single", help="the same prompt N times: how many distinct outputs?"))
     for command in (run, compare):
         witnesses(command)
         roles(command)
@@ -85,7 +96,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests at once (default 8); a2 takes turns, or half",
     )
     plan.add_argument(
-        "--cache", type=_caches, default=["cold"], metavar="cold,warm", help="states of the prefix cache (default cold)"
+        "--cache", type=caches, default=["cold"], metavar="cold,warm", help="states of the prefix cache (default cold)"
     )
     plan.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="of each output (default 256)")
     plan.add_argument(
@@ -93,7 +104,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--teacher-forcing",
-        type=int,
+        type=positive_or_0,
         default=16,
         metavar="N",
         help="prompts whose baseline output is fed to each arm (default 16)",
@@ -169,13 +180,6 @@ def _some(prompts: list[prompt_files.Prompt], count: int | None) -> list[prompt_
     if count is None or count >= len(prompts):
         return prompts
     return [prompts[i * len(prompts) // count] for i in range(count)]
-
-
-def _caches(text: str) -> list[str]:
-    states = text.split(",")
-    if not set(states) <= set(_CACHES) or len(set(states)) < len(states):
-        raise argparse.ArgumentTypeError(f'"{text}" is not cold, warm or both')
-    return states
 
 
 if __name__ == "__main__":

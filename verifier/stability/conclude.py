@@ -5,7 +5,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,22 +34,26 @@ def conclude(options: argparse.Namespace, folders: Sequence[Path], broken: str |
     for note in run.notes:
         print(f"note: {note}", file=sys.stderr)
     analysis = analysed(run, options, broken)
-    decode = decoder(options) if options.show_text else None
+    write_files(options, analysis, decoder(options) if options.show_text else None)
+    print(render.json(analysis).decode() if options.json else render.text(analysis))
+    return EXIT_CODES["inconclusive"] if broken else analysis.verdict.exit_code
+
+
+def write_files(options: argparse.Namespace, analysis: Analysis, decode: render.Decode | None) -> None:
     if options.junit:
         exports.write(options.junit, render.junit(analysis))
     if options.prom_textfile:
         exports.write(options.prom_textfile, render.prometheus(analysis, time.time()))
     if options.html:
         exports.write(options.html, render.html(analysis, decode))
-    print(render.json(analysis).decode() if options.json else render.text(analysis))
-    return EXIT_CODES["inconclusive"] if broken else analysis.verdict.exit_code
 
 
 def analysed(run: Run, options: argparse.Namespace, broken: str | None = None) -> Analysis:
     arms = in_roles(run.arms, options.as_baseline, options.as_candidate)
     outputs = [output for arm in arms.values() for output in arm.outputs.values()]
     forced = [each for arm in arms.values() for each in arm.forced.values()]
-    return analyse(outputs, forced, settings(options.gate), options.contract, facts(run, arms, broken))
+    needed = {BASELINE, AGAIN, CANDIDATE} | set(arms)
+    return analyse(outputs, forced, settings(options.gate), options.contract, facts(run, arms, needed, broken))
 
 
 def joined(runs: Sequence[Run]) -> Run:
@@ -78,10 +82,10 @@ def in_roles(arms: dict[str, Arm], baseline: str | None, candidate: str | None) 
     roles = {role: arms[name] for role, name in wanted.items()}
     free = {name: arm for name, arm in arms.items() if name not in wanted.values() and name not in roles}
     displaced = {f"was-{name}": arms[name] for name in roles if name in arms and name not in wanted.values()}
-    return {name: _renamed(arm, name) for name, arm in (roles | free | displaced).items()}
+    return {name: renamed(arm, name) for name, arm in (roles | free | displaced).items()}
 
 
-def _renamed(arm: Arm, name: str) -> Arm:
+def renamed(arm: Arm, name: str) -> Arm:
     if arm.name == name:
         return arm
     replace = msgspec.structs.replace
@@ -110,11 +114,11 @@ def settings(pairs: Sequence[str]) -> GateSettings:
         raise SparseetyError(f"--gate: {error}") from None
 
 
-def facts(run: Run, arms: dict[str, Arm], broken: str | None = None) -> Facts:
+def facts(run: Run, arms: dict[str, Arm], needed: Collection[str], broken: str | None = None) -> Facts:
+    """needed: arms without which there is no verdict."""
     plan = run.plan
     order = list(range(plan.prompts))
     random.Random(f"{plan.seed} order").shuffle(order)
-    needed = {BASELINE, AGAIN, CANDIDATE} | set(arms)
     return Facts(
         run=plan.name,
         planned=plan.cells * len(needed),
@@ -181,7 +185,7 @@ def _add(run: Run, arm: Arm, evidence: Evidence) -> None:
     arm.check(new)
 
 
-def decoder(options: argparse.Namespace) -> Callable[[Sequence[int]], str]:
+def decoder(options: argparse.Namespace) -> render.Decode:
     """Raises SparseetyError where no tokenizer is given."""
     if not options.tokenizer:
         raise SparseetyError("--show-text makes text of ids: give --tokenizer too")

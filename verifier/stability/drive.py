@@ -164,10 +164,17 @@ class Driver:
     """Runs one arm of a plan against its server."""
 
     def __init__(
-        self, plan: Plan, prompts: list[Prompt], server: Server, model: str, budget: Budget, progress: Progress
+        self,
+        plan: Plan,
+        prompts: list[Prompt],
+        server: Server,
+        model: str,
+        budget: Budget,
+        progress: Progress,
+        texts: dict[tuple[int, ...], str] | None = None,
     ) -> None:
         self._plan, self._prompts, self._server, self._model = plan, prompts, server, model
-        self._budget, self._progress = budget, progress
+        self._budget, self._progress, self._texts = budget, progress, texts
 
     async def warm_up(self, salt_: str, count: int | None = None) -> None:
         """Have prompts computed once, and forget the replies. Raises Stopped."""
@@ -230,6 +237,8 @@ class Driver:
         sent = time.monotonic()
         error = await self._try(content, path, request_id, reply)
         output = reply.output(job, request_id, sent, error)
+        if self._texts is not None:
+            self._texts.setdefault(tuple(output.ids), "".join(reply.text))
         lines = [Line(output=output)]
         if reply.prompt_ids is not None and arm.inputs.get(job.key.prompt) != reply.prompt_ids:
             lines.append(Line(input=Input(job.key.prompt, reply.prompt_ids)))

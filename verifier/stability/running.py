@@ -24,6 +24,7 @@ class Gathering:
     urls: Mapping[str, str]  # of the arms that are to run now, in this order
     model: str | None
     limits: Limits
+    texts: dict[tuple[int, ...], str] | None = None  # is filled with the text of each distinct output
 
 
 async def gather(gathering: Gathering, progress: Progress) -> None:
@@ -49,7 +50,7 @@ async def _arm(gathering: Gathering, arm: Arm, left: list[Stage], url: str, budg
             fingerprint = await server.identity(arm.name, gathering.model, plan)
             same_server(arm.fingerprint, fingerprint)
             writer.write(Line(fingerprint=fingerprint))
-            driver = Driver(plan, gathering.prompts, server, fingerprint.model, budget, progress)
+            driver = Driver(plan, gathering.prompts, server, fingerprint.model, budget, progress, gathering.texts)
             if left:
                 await driver.warm_up(f"{plan.name}-{arm.name}-start")
             for stage in left:
