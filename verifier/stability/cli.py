@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sparseety.command import run_command
 from sparseety.errors import SparseetyError
+from verifier.stability import overhead, single, store
 from verifier.stability import prompts as prompt_files
-from verifier.stability import single, store
 from verifier.stability.arguments import (
     caches,
     gate,
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; a second one: b is there")
     compare.set_defaults(run=_compare)
     single.add_arguments(commands.add_parser("single", help="the same prompt N times: how many distinct outputs?"))
+    overhead.add_arguments(commands.add_parser("overhead", help="what a switch costs: the same requests, off and on"))
     for command in (run, compare):
         witnesses(command)
         roles(command)
@@ -117,7 +118,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    prompts = _some(prompt_files.load(options.prompts), options.first)
+    prompts = prompt_files.some(prompt_files.load(options.prompts), options.first)
     wanted = Plan(
         name=secrets.token_hex(4),
         prompts_sha256=prompt_files.sha256(prompts),
@@ -174,12 +175,6 @@ def _urls(options: argparse.Namespace) -> dict[str, str]:
     if not urls:
         raise SparseetyError("no server to ask: give --baseline, --candidate or --yardstick")
     return urls
-
-
-def _some(prompts: list[prompt_files.Prompt], count: int | None) -> list[prompt_files.Prompt]:
-    if count is None or count >= len(prompts):
-        return prompts
-    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 if __name__ == "__main__":

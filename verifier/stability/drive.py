@@ -121,6 +121,14 @@ class Server:
             parameters=parameters(plan),
         )
 
+    async def metrics(self) -> bytes:
+        """What /metrics says; nothing where there is none."""
+        try:
+            reply = await self._client.get("/metrics")
+        except httpx.HTTPError:
+            return b""
+        return reply.content if reply.status_code == 200 else b""
+
     async def _get(self, path: str) -> dict[str, Any]:
         try:
             reply = await self._client.get(path)
@@ -180,7 +188,7 @@ class Driver:
         """Have prompts computed once, and forget the replies. Raises Stopped."""
         count = min(_WARM_UP, len(self._prompts)) if count is None else count
         for number, prompt in enumerate(self._prompts[:count]):
-            path, content = body(prompt, self._model, 1, 1, salt_)
+            path, content = body(prompt, self._model, 1, self._plan.top, salt_)
             await self._try(content, path, f"{salt_}-warm-up-{number}", StreamReply())
             self._progress("warm-up", number + 1, count, self._budget.failed)
 

@@ -26,7 +26,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     loads: list[int]  # requests at once, ascending
     caches: list[Cache]
     max_tokens: int
-    top: int  # log probabilities at each position
+    top: int  # log probabilities at each position; 0: none are asked for
     forced: int  # prompts of which a1's output is fed to the other arms (teacher forcing)
     seed: int  # of the order
 
@@ -86,9 +86,16 @@ def stages(plan: Plan, arm: str) -> list[Stage]:
         for index, load in enumerate(loads_of(arm, plan.loads)):
             first = index * plan.repeats
             keys = [Key(p, r, cache) for r in range(first, first + plan.repeats) for p in range(plan.prompts)]
-            random.Random(f"{plan.seed} {arm} {cache} {index}").shuffle(keys)
-            found.append(Stage(arm, load, cache, [Job(arm, key, load) for key in keys]))
+            order = shuffled(keys, plan, f"{arm} {cache} {index}")
+            found.append(Stage(arm, load, cache, [Job(arm, key, load) for key in order]))
     return found
+
+
+def shuffled(keys: list[Key], plan: Plan, what: str) -> list[Key]:
+    """The same again for the same seed."""
+    order = list(keys)
+    random.Random(f"{plan.seed} {what}").shuffle(order)
+    return order
 
 
 def to_do(stage: Stage, outputs: Iterable[Output]) -> Stage:
@@ -120,9 +127,9 @@ def body(prompt: Prompt, model: str, max_tokens: int, top: int, cache_salt: str)
         "cache_salt": cache_salt,
     }
     if prompt.messages is not None:
-        messages = msgspec.to_builtins(prompt.messages)
-        return "/v1/chat/completions", common | {"messages": messages, "logprobs": True, "top_logprobs": top}
-    return "/v1/completions", common | {"prompt": prompt.prompt, "logprobs": top}
+        wanted = {"logprobs": True, "top_logprobs": top} if top else {}
+        return "/v1/chat/completions", common | {"messages": msgspec.to_builtins(prompt.messages)} | wanted
+    return "/v1/completions", common | {"prompt": prompt.prompt} | ({"logprobs": top} if top else {})
 
 
 def forced_body(ids: list[int], model: str, top: int, cache_salt: str) -> tuple[str, dict[str, Any]]:

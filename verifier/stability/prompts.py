@@ -92,6 +92,13 @@ def _with(before: str, line: _Line) -> Prompt:
     return Prompt(messages=messages, kind=line.kind)
 
 
+def some(prompts: list[Prompt], count: int | None) -> list[Prompt]:
+    """So many, evenly spread, so that each kind is among them; None: all."""
+    if count is None or count >= len(prompts):
+        return prompts
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
 def sha256(prompts: list[Prompt]) -> str:
     """Of what they say, however the file was written."""
     return hashlib.sha256(msgspec.json.encode(prompts)).hexdigest()

@@ -38,6 +38,17 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: str | None = None
 
 
+class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All prompts once, for an overhead."""
+
+    number: int
+    seconds: float  # from the first request to the end of the last
+    tokens: int  # that came
+    failed: int = 0  # requests
+    memory: int | None = None  # bytes, the most that was seen
+    memory_of: str | None = None  # of what, in words
+
+
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of an arm's file: one of these."""
 
@@ -46,6 +57,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     input: Input | None = None
     fingerprint: Fingerprint | None = None
     checked: Checked | None = None
+    round: Round | None = None
 
 
 @dataclass
@@ -57,6 +69,7 @@ class Arm:
     forced: dict[str, Forced] = field(default_factory=dict)  # by the request id of the reference
     inputs: dict[int, list[int]] = field(default_factory=dict)  # by prompt
     fingerprint: Fingerprint | None = None
+    rounds: list[Round] = field(default_factory=list)
     attempts: dict[Key, int] = field(default_factory=dict)  # how often it was asked for so far
 
     def take(self, line: Line) -> None:
@@ -70,6 +83,8 @@ class Arm:
             self.inputs[line.input.prompt] = line.input.ids
         elif line.fingerprint is not None:
             self.fingerprint = line.fingerprint
+        elif line.round is not None:
+            self.rounds.append(line.round)
 
     def check(self, found: Iterable[Checked]) -> None:
         """Add what logs say."""
