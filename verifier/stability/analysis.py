@@ -39,7 +39,6 @@ def analyse(
         name: summarise(each, None if each is noise else noise, settings, facts) for name, each in compared.items()
     }
     said = warnings(verdict, comparisons.get("noise"), comparisons.get("candidate"), settings)
-    said = [f"{check.name}: {check.detail}" for check in found if check.ok is None] + said
     arms = _of_arms(outputs)
     return Analysis(
         facts=facts,
@@ -67,7 +66,7 @@ def compare(outputs: Sequence[Output], settings: GateSettings, facts: Facts) -> 
     baseline = arms.get("a1", [])
     pairs: dict[str, tuple[tuple[str, str], list[Pair], int]] = {}
     if noisy := arms.get("a2"):
-        pairs["noise"] = (("a1", "a2"), *pair(baseline, noisy, cross_loads=True))
+        pairs["noise"] = (("a1", "a2"), *pair(baseline, noisy))
     elif alone := pair_repeats(baseline):
         pairs["noise"] = (("a1", "a1"), alone, 0)
     for name in sorted(arms, key=lambda arm: (arm != "b", arm)):

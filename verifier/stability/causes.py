@@ -7,6 +7,7 @@ from verifier.stability.differences import Pair
 from verifier.stability.intervals import beta_cdf
 from verifier.stability.model import Served
 from verifier.stability.result import Cause, Difference, Facts, GateSettings, LogRank
+from verifier.stability.words import chance as by_chance
 
 _NOT_GREEDY = 0.2  # share of first differences at which a side took what it did not hold likeliest
 _CHANCE = 0.05
@@ -35,9 +36,9 @@ def likely_cause(
     if not has_noise:
         if loads:
             return Cause(name="batch", evidence=[ties, f"the requests ran under other loads ({said} at once)"])
-        return Cause(name="unknown", evidence=[ties])
+        return Cause(name="numeric path", evidence=[ties])
     if soft and soft.one_sided > _CHANCE:
-        again = f"they come no sooner than those of the noise arm (log-rank, p = {soft.one_sided:.2f})"
+        again = f"they come no sooner than those of the noise arm (log-rank, one-sided {by_chance(soft.one_sided)})"
         return Cause(name="batch", evidence=[ties, again])
     evidence = [ties, "they come sooner than those of the noise arm" if soft else "the noise arm has none"]
     dtypes = {arm.dtype for arm in facts.arms.values() if arm.dtype}
@@ -90,7 +91,7 @@ def _by_log(known: Sequence[tuple[bool, bool]]) -> list[str]:
     chance = _hypergeometric(hard_lossy, lossy, hard, len(known))
     if chance > _CHANCE:
         return []
-    return [*evidence, f"{lossy} of all {len(known)} requests did (p = {chance:.2g})"]
+    return [*evidence, f"{lossy} of all {len(known)} requests did ({by_chance(chance)})"]
 
 
 def _by_budget(pairs: Sequence[tuple[Pair, Difference | None]], settings: GateSettings) -> list[str]:
@@ -115,7 +116,7 @@ def _by_budget(pairs: Sequence[tuple[Pair, Difference | None]], settings: GateSe
         return []
     return [
         f"{hard_beyond} of {hard} hard first differences are where the context exceeds the budget of {settings.budget},"
-        f" as {share:.0%} of the positions at risk do (p = {chance:.2g})"
+        f" as {share:.0%} of the positions at risk do ({by_chance(chance)})"
     ]
 
 

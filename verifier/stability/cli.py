@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparseety.command import run_command
 from sparseety.errors import SparseetyError
-from verifier.stability import overhead, single, store
+from verifier.stability import overhead, same_prompt, store
 from verifier.stability import prompts as prompt_files
 from verifier.stability.arguments import (
     caches,
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="the verdict on runs that are there")
     compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; a second one: b is there")
     compare.set_defaults(run=_compare)
-    single.add_arguments(commands.add_parser("single", help="the same prompt N times: how many distinct outputs?"))
+    same_prompt.add_arguments(commands.add_parser("single", help="the same prompt N times: how many distinct outputs?"))
     overhead.add_arguments(commands.add_parser("overhead", help="what a switch costs: the same requests, off and on"))
     for command in (run, compare):
         witnesses(command)

@@ -26,29 +26,16 @@ def by_arm(outputs: Iterable[Output]) -> dict[str, list[Output]]:
     return arms
 
 
-def pair(first: Sequence[Output], second: Sequence[Output], cross_loads: bool = False) -> tuple[list[Pair], int]:
-    """Outputs to the same prompt, repeat and cache state under the same load, and how many are left without another.
+def pair(first: Sequence[Output], second: Sequence[Output]) -> tuple[list[Pair], int]:
+    """Outputs to the same prompt, repeat and cache state, and how many are left without another.
 
-    Where an arm did not run under a load, its load of the same rank takes that place. cross_loads: under different
-    loads where both arms ran under several, so that the noise floor holds what a batch does.
+    Repeats are numbered through all loads of an arm, so a repeat stands for a load: a1 and b meet each under the same
+    one, a1 and a2 under different ones, so that the noise floor holds what a batch does.
     """
-    loads = [sorted({output.load for output in arm}) for arm in (first, second)]
-    places = {(o.prompt, o.repeat, o.cache, o.load): o for o in first}
-    pairs = []
-    met = set()
-    for output in second:
-        rank = loads[1].index(output.load)
-        if cross_loads and loads[0] == loads[1]:
-            load = loads[0][(rank + 1) % len(loads[0])]
-        elif output.load in loads[0]:
-            load = output.load
-        else:
-            load = loads[0][min(rank, len(loads[0]) - 1)] if loads[0] else output.load
-        if other := places.get((output.prompt, output.repeat, output.cache, load)):
-            pairs.append((other, output))
-            met.add(other.request_id)
-    alone = sum(output.request_id not in met for output in first) + len(second) - len(pairs)
-    return pairs, alone
+    places = {(o.prompt, o.repeat, o.cache): o for o in first}
+    pairs = [(other, o) for o in second if (other := places.get((o.prompt, o.repeat, o.cache)))]
+    met = {other.request_id for other, _ in pairs}
+    return pairs, sum(o.request_id not in met for o in first) + len(second) - len(pairs)
 
 
 def pair_repeats(outputs: Sequence[Output]) -> list[Pair]:
@@ -148,14 +135,14 @@ def _second_choice(tops: Sequence[Top], index: int, own: int | None, other: int 
 
 def precision_band(settings: GateSettings, facts: Facts) -> Band:
     """2 and 4 units in the last place of the largest logit, in the coarser of the arms' number formats."""
-    dtype = settings.dtype or _coarsest(facts)
+    dtype = _plain(settings.dtype) or _coarsest(facts) or ""
     assumed = dtype not in _MANTISSA
-    bits = _MANTISSA["bfloat16" if dtype is None or assumed else dtype]
+    bits = _MANTISSA["bfloat16" if assumed else dtype]
     binade = 1.0
     while binade * 2 < settings.largest_logit:
         binade *= 2
     unit = binade * 2.0 ** (1 - bits)
-    said = "bfloat16 (assumed)" if assumed else str(dtype)
+    said = "bfloat16 (assumed)" if assumed else dtype
     return Band(
         margin=max(2.4 * unit, _LEAST_BAND),  # 2, and a fifth more: 0.3 where the unit is 0.125
         shift=max(4 * unit, _LEAST_BAND),
@@ -165,8 +152,12 @@ def precision_band(settings: GateSettings, facts: Facts) -> Band:
 
 
 def _coarsest(facts: Facts) -> str | None:
-    known = [arm.dtype for arm in facts.arms.values() if arm.dtype in _MANTISSA]
+    known = [name for arm in facts.arms.values() if (name := _plain(arm.dtype)) in _MANTISSA]
     return min(known, key=lambda name: _MANTISSA[name], default=None)
+
+
+def _plain(dtype: str | None) -> str:
+    return (dtype or "").removeprefix("torch.")
 
 
 def tie_band(noise: Iterable[Difference], settings: GateSettings, facts: Facts) -> Band:
@@ -179,7 +170,7 @@ def tie_band(noise: Iterable[Difference], settings: GateSettings, facts: Facts) 
         (d.prompt, d.index): d for d in noise if d.shift is not None and d.kind != "LENGTH"
     }
     largest = max((d.shift for d in places.values() if d.shift is not None), default=0.0)
-    baseline = facts.arms["a1"].dtype if "a1" in facts.arms else None
+    baseline = _plain(facts.arms["a1"].dtype) if "a1" in facts.arms else ""
     if baseline in _MANTISSA and baseline != _coarsest(facts):
         return _because(default, f"the noise arm computes in {baseline}, another arm does not")
     if len(places) < settings.noise_differences:

@@ -17,6 +17,7 @@ from verifier.stability.result import (
     Sprt,
     Verdict,
 )
+from verifier.stability.words import chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ def warnings(
     if candidate and candidate.soft and candidate.soft.one_sided <= settings.alpha:
         ratio = candidate.soft.ratio
         often = "though the noise arm has none" if ratio is None else f"{ratio:.2g} times as often as in the noise arm"
-        said.append(f"ties come {often} (log-rank, one-sided p = {candidate.soft.one_sided:.2g})")
+        said.append(f"ties come {often} (log-rank, one-sided {chance(candidate.soft.one_sided)})")
     elif candidate and candidate.soft and candidate.soft.events < candidate.soft.needed:
         said.append(
             f"too few first differences ({candidate.soft.events} of {candidate.soft.needed}) to say whether ties come "

@@ -1,7 +1,7 @@
 """Intervals for shares, rates and ratios, from the standard library alone. Pure."""
 
 from collections.abc import Callable, Sequence
-from math import comb, exp, inf, lgamma, log, sqrt
+from math import comb, erfc, exp, inf, lgamma, log, sqrt
 from random import Random
 from statistics import NormalDist
 
@@ -17,7 +17,7 @@ def z_value(probability: float) -> float:
 
 def normal_tail(z: float) -> float:
     """Probability of more than z."""
-    return _NORMAL.cdf(-z)
+    return erfc(z / sqrt(2)) / 2
 
 
 def wilson(hits: int, of: int, confidence: float = 0.95) -> tuple[float, float]:
