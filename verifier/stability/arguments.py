@@ -56,6 +56,13 @@ def roles(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("who is compared with whom")
     group.add_argument("--as-baseline", metavar="ARM,ARM", help="arms that are the baseline (default a1,a2)")
     group.add_argument("--as-candidate", metavar="ARM", help="the arm that is judged (default b)")
+    group.add_argument(
+        "--as-yardstick",
+        action="append",
+        default=[],
+        metavar="[NAME=]ARM",
+        help="an arm that measures change; may be given again (default: all other arms)",
+    )
 
 
 def gate(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
@@ -35,8 +36,8 @@ def conclude(options: argparse.Namespace, folders: Sequence[Path], broken: str |
         print(f"note: {note}", file=sys.stderr)
     analysis = analysed(run, options, broken)
     write_files(options, analysis, decoder(options) if options.show_text else None)
-    print(render.json(analysis).decode() if options.json else render.text(analysis))
-    return EXIT_CODES["inconclusive"] if broken else analysis.verdict.exit_code
+    sys.stdout.write(f"{render.json(analysis).decode().rstrip()}\n" if options.json else render.text(analysis))
+    return analysis.verdict.exit_code
 
 
 def write_files(options: argparse.Namespace, analysis: Analysis, decode: render.Decode | None) -> None:
@@ -49,11 +50,21 @@ def write_files(options: argparse.Namespace, analysis: Analysis, decode: render.
 
 
 def analysed(run: Run, options: argparse.Namespace, broken: str | None = None) -> Analysis:
-    arms = in_roles(run.arms, options.as_baseline, options.as_candidate)
+    arms = in_roles(run.arms, options.as_baseline, options.as_candidate, options.as_yardstick)
     outputs = [output for arm in arms.values() for output in arm.outputs.values()]
     forced = [each for arm in arms.values() for each in arm.forced.values()]
     needed = {BASELINE, AGAIN, CANDIDATE} | set(arms)
-    return analyse(outputs, forced, settings(options.gate), options.contract, facts(run, arms, needed, broken))
+    about = facts(run, arms, needed, broken)
+    analysis = analyse(outputs, forced, settings(options.gate), options.contract, about)
+    return analysis if broken is None else _broken_off(analysis, broken)
+
+
+def _broken_off(analysis: Analysis, reason: str) -> Analysis:
+    """Nothing is concluded from what came before, however much that is: why it stopped may be why it looks well."""
+    reasons = [f"the run stopped: {reason}", *analysis.verdict.reasons]
+    exit_code = EXIT_CODES["inconclusive"]
+    verdict = replace(analysis.verdict, decision="inconclusive", exit_code=exit_code, reasons=reasons)
+    return replace(analysis, verdict=verdict)
 
 
 def joined(runs: Sequence[Run]) -> Run:
@@ -72,23 +83,29 @@ def joined(runs: Sequence[Run]) -> Run:
     return first
 
 
-def in_roles(arms: dict[str, Arm], baseline: str | None, candidate: str | None) -> dict[str, Arm]:
-    """The arms under the names by which they are judged."""
-    wanted = dict(zip((BASELINE, AGAIN), baseline.split(","), strict=False)) if baseline else {}
+def in_roles(
+    arms: dict[str, Arm], baseline: str | None, candidate: str | None, yardsticks: Sequence[str] = ()
+) -> dict[str, Arm]:
+    """The arms under the names by which they are judged. Whoever was in the place of another one is left out."""
+    wanted = {name: name for name in (BASELINE, AGAIN, CANDIDATE) if name in arms}
+    if baseline:
+        wanted |= dict(zip((BASELINE, AGAIN), baseline.split(","), strict=False))
     if candidate:
         wanted[CANDIDATE] = candidate
+    if yardsticks:
+        pairs = [text.rpartition("=")[::2] for text in yardsticks]
+        wanted |= {new or name: name for new, name in pairs}
+    else:
+        free = [name for name in arms if name not in wanted and name not in wanted.values()]
+        wanted |= {name: name for name in free}
     if missing := [name for name in wanted.values() if name not in arms]:
         raise SparseetyError(f"no arm {', '.join(missing)} in this run; it has: {', '.join(arms) or 'none'}")
-    roles = {role: arms[name] for role, name in wanted.items()}
-    free = {name: arm for name, arm in arms.items() if name not in wanted.values() and name not in roles}
-    displaced = {f"was-{name}": arms[name] for name in roles if name in arms and name not in wanted.values()}
-    return {name: renamed(arm, name) for name, arm in (roles | free | displaced).items()}
+    return {role: renamed(arms[name], role) for role, name in wanted.items()}
 
 
 def renamed(arm: Arm, name: str) -> Arm:
     if arm.name == name:
         return arm
-    replace = msgspec.structs.replace
     return Arm(
         name,
         {key: replace(output, arm=name) for key, output in arm.outputs.items()},
@@ -175,7 +192,7 @@ def _add(run: Run, arm: Arm, evidence: Evidence) -> None:
     lines = [Line(checked=each) for each in new]
     engine = evidence.engines.get(arm.name)
     if arm.fingerprint is not None and engine is not None and arm.fingerprint.engine != engine:
-        lines.append(Line(fingerprint=msgspec.structs.replace(arm.fingerprint, engine=engine)))
+        lines.append(Line(fingerprint=replace(arm.fingerprint, engine=engine)))
     if not lines:
         return
     with ArmWriter(run.folder, arm.name) as writer:

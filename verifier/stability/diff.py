@@ -1,6 +1,7 @@
 """`sparseety diff`: where the outputs of two saved arms part, prompt by prompt."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def _print(
     if options.prompt is None:
         print(f"{len(pairs)} pairs: {len(pairs) - len(parted)} equal, {len(parted)} different")
         comparison = analysis.comparison("candidate")
-        for each in comparison.differences[:_LISTED] if comparison else []:
+        differences = sorted(comparison.differences, key=lambda d: (d.prompt, d.repeat)) if comparison else []
+        for each in differences[:_LISTED]:
             shift = "" if each.shift is None else f"   shift {each.shift:.2f}"
             ids = f"{_id(each.first_id)} {_id(each.second_id)}"
             print(f"  prompt {each.prompt:<4} token {each.index:<5}{each.kind:<10} {ids}{shift}")
@@ -66,7 +68,7 @@ def _print(
             print(f"  and {len(parted) - _LISTED} more; --json lists all")
         print()
     for first, second in (parted or pairs)[: None if options.prompt is not None else 1]:
-        print(render.diff(first, second, analysis, decode))
+        sys.stdout.write(render.diff(first, second, analysis, decode))
 
 
 def _id(token: int | None) -> str:
@@ -129,3 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--show-text", action="store_true", help="show the text too; needs --tokenizer")
     parser.add_argument("--tokenizer", action="append", type=Path, metavar="PATH", help="as of verify-tokens")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,9 +86,9 @@ def _in(folder: Path, options: argparse.Namespace) -> int:
 
     write_files(options, analysis, None)
     if options.json:
-        print(render.json(analysis).decode())
+        sys.stdout.write(f"{render.json(analysis).decode().rstrip()}\n")
     else:
-        print(render.single(analysis, ended, decode if options.show_text else None))
+        sys.stdout.write(render.single(analysis, ended, decode if options.show_text else None))
     return 3 if broken else exit_code(analysis, options.contract == "bitwise")
 
 
