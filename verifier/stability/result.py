@@ -141,7 +141,8 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class Survival(msgspec.Struct, frozen=True, kw_only=True):
     points: list[CurvePoint]  # a step each
-    median: int | None  # tokens after which half the pairs have parted; None: not reached
+    longest: int  # tokens of the longest pair: nothing is known beyond
+    median: int | None  # index at which half the pairs have parted; None: not reached
     quartiles: list[int]  # of the index of first differences; empty: there are none
 
 

@@ -30,7 +30,12 @@ def survival(times: Sequence[Time]) -> Survival:
             at_risk -= events[index]
             if share <= 0.5 and middle is None:
                 middle = index
-    return Survival(points=points, median=middle, quartiles=quartiles([index for index, parted in times if parted]))
+    return Survival(
+        points=points,
+        longest=max((index + parted for index, parted in times), default=0),
+        median=middle,
+        quartiles=quartiles([index for index, parted in times if parted]),
+    )
 
 
 def quartiles(values: Sequence[int]) -> list[int]:

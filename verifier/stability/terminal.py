@@ -115,9 +115,8 @@ def _evidence(analysis: Analysis) -> Iterator[str]:
                 f"  {name}: hard ones begin at token {each.hard_index_quartile} (p25), median margin "
                 f"{words.nats(each.hard_margin_median)}, median shift {words.nats(each.hard_shift_median)} nats"
             )
-        if each.cause:
-            because = "; ".join(each.cause.evidence) or "no evidence for any"
-            yield f"  {name}: likely cause {each.cause.name} ({printable(because)})"
+        if cause := words.cause(each):
+            yield f"  {printable(cause)}"
     for one in analysis.yardsticks:
         yield (
             f"  B {_READINGS[one.reading]} {printable(one.arm)}: first differences "

@@ -94,3 +94,10 @@ def first_shown(analysis: Analysis) -> Difference | None:
 def kinds(comparison: Comparison) -> str:
     order = ("HARD", "LENGTH", "UNKNOWN", "NEAR_TIE", "EXACT_TIE")
     return ", ".join(f"{kind} {comparison.kinds[kind]}" for kind in order if kind in comparison.kinds) or "none"
+
+
+def cause(comparison: Comparison) -> str | None:
+    """None: nothing differs."""
+    found = comparison.cause
+    because = "; ".join(found.evidence) or "no evidence for any" if found else ""
+    return f"{title(comparison)[0]}: likely cause {found.name} ({because})" if found else None
