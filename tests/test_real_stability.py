@@ -106,7 +106,7 @@ def campaign(tmp_path_factory) -> Path:
             asked = [
                 part for arm in arms for part in ([arm, url] if arm[0] == "-" else ["--yardstick", f"{arm}={url}"])
             ]
-            fixed = ["run", "--out", str(folder / "run"), "--max-tokens", "48", "--gather"]
+            fixed = ["run", "--out", str(folder / "run"), "--first", "100", "--max-tokens", "48", "--gather"]
             assert main([*fixed, *asked]) == 0, name
     return folder
 
