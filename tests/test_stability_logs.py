@@ -2,14 +2,26 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.demo.backend import Settings, serving
 from deploy.demo.faults import parse_fault
 from sparseety.logreader import find_logs
+from sparseety.records import (
+    AnyRecord,
+    EngineEvent,
+    EngineStart,
+    LogOpen,
+    RequestAdded,
+    RequestFinished,
+    Scope,
+    TokenizerIdentity,
+)
 from tests.proxy_command import start_proxy
 from verifier.stability import store
 from verifier.stability.cli import main
+from verifier.stability.model import Output
 from verifier.stability.witness import look_up
 from verifier.tokenizer import TokenizerShelf
 
@@ -65,3 +77,47 @@ def test_the_engines_log_says_what_was_done_to_each_request(gathered):
     [epoch] = {checked.epoch for checked in evidence.checked.values()}
     [other] = {checked.epoch for checked in looked_up(run, gathered, "b").checked.values()}
     assert other != epoch  # another engine
+
+
+def output(number: int) -> Output:
+    name = f"x-a1-p{number}-r0-cold"
+    fields = {"prompt": number, "repeat": 0, "load": 1, "cache": "cold", "request_id": name}
+    return Output(arm="a1", response_id=f"chatcmpl-{name}", ids=[1], **fields)
+
+
+def engine_log(folder: Path, pid: int, start: float, requests: list[tuple[int, float]], *more: AnyRecord) -> None:
+    """One engine's log: it starts, takes requests (number, when), and whatever else happens."""
+    opening = LogOpen(
+        ts=start, format=1, source="engine", host="h", pid=pid, start=start, program="sparseety", scope=Scope()
+    )
+    tokenizer = TokenizerIdentity(name="t")
+    lines: list[AnyRecord] = [opening, EngineStart(ts=start, vllm="0.32.0", model="m", tokenizer=tokenizer)]
+    for place, (number, ts) in enumerate(requests, 1):
+        name = f"chatcmpl-x-a1-p{number}-r0-cold"
+        added = RequestAdded(ts=ts, request=place, external_id=name, engine_id=f"{name}-0a", prompt_len=3)
+        lines += [added, RequestFinished(ts=ts, request=place, total_ids=1)]
+    lines = [lines[0], *sorted([*lines[1:], *more], key=lambda record: record.ts)]
+    (folder / f"engine-{pid}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def epochs(folder: Path) -> list[str | None]:
+    evidence = look_up([output(n) for n in range(4)], find_logs([str(folder)]), TokenizerShelf([TOKENIZER]), 1)
+    return [evidence.checked[output(n).request_id].epoch for n in range(4)]
+
+
+def test_engines_that_run_side_by_side_are_one_server(tmp_path):
+    engine_log(tmp_path, 1, 10.0, [(0, 20.0), (2, 22.0)])
+    engine_log(tmp_path, 2, 11.0, [(1, 21.0), (3, 23.0)])
+    assert len(set(epochs(tmp_path))) == 1
+
+
+def test_a_restart_or_a_sleep_midway_makes_two_states_of_one_server(tmp_path):
+    engine_log(tmp_path, 1, 10.0, [(0, 20.0), (1, 21.0)])
+    engine_log(tmp_path, 2, 21.5, [(2, 22.0), (3, 23.0)])
+    first, second, third, fourth = epochs(tmp_path)
+    assert first == second != third == fourth
+    (tmp_path / "engine-2.jsonl").unlink()
+    sleep = EngineEvent(ts=20.5, kind="sleep", detail="2")
+    engine_log(tmp_path, 1, 10.0, [(0, 20.0), (1, 21.0), (2, 22.0), (3, 23.0)], sleep)
+    first, second, third, fourth = epochs(tmp_path)
+    assert first != second == third == fourth

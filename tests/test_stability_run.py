@@ -1,5 +1,6 @@
 """Gathering a stability run: every reply is kept as it came, a run that broke off goes on, and a server is spared."""
 
+import io
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.toy_model_server import Toy, tokens, toy_serving
 from verifier.stability import store
 from verifier.stability.cli import main
 from verifier.stability.plan import Key
+from verifier.stability.progress import StageProgress
 
 PROMPTS = [
     {"messages": [{"role": "user", "content": "one two three"}]},
@@ -211,3 +213,26 @@ def test_what_opens_a_server_is_sent_and_never_written(tmp_path, run, monkeypatc
 def test_wrong_use_is_said_in_words(run, capsys, arguments, said):
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_reply_without_an_end_is_given_up(run, capsys):
+    with toy_serving(Toy(token_seconds=0.1)) as url:
+        assert run("--candidate", url, "--timeout", "0.4", "--stop-after-errors", "2") == 3
+    assert "no end within 0.4 s" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_for_a_person_and_plain_lines_for_a_log():
+    bar, plain, quiet = Terminal(), io.StringIO(), io.StringIO()
+    for stream, wanted in ((bar, True), (plain, True), (quiet, False)):
+        progress = StageProgress(stream, wanted=wanted)
+        for done in range(41):
+            progress("a1 at 8, cold", done, 40, 1)
+    assert bar.getvalue().startswith("\r  a1 at 8, cold            ░░░░░░░░░░░░░░░░░░░░ 0/40")
+    assert bar.getvalue().endswith("████████████████████ 40/40   1 errors\x1b[K\n")
+    assert plain.getvalue() == "a1 at 8, cold: 40/40   1 errors\n"
+    assert quiet.getvalue() == ""

@@ -83,6 +83,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         host = parts.netloc.rpartition("@")[2]
         self.shown = f"{parts.scheme}://{host}{urlsplit(self.url).path}"
+        self._seconds = limits.seconds
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else None,
@@ -144,9 +145,10 @@ class Server:
         """Send a request and collect its stream. Raises BadReply."""
         splitter = SseSplitter(_EVENT_BYTES)
         try:
-            async with self._client.stream(
-                "POST", path, json=content, headers={"X-Request-Id": request_id}
-            ) as response:
+            async with (
+                asyncio.timeout(self._seconds),
+                self._client.stream("POST", path, json=content, headers={"X-Request-Id": request_id}) as response,
+            ):
                 if response.status_code != 200:
                     raise BadReply(refusal(response.status_code, await response.aread()))
                 async for data in response.aiter_bytes():
@@ -154,6 +156,8 @@ class Server:
                     for event in splitter.feed(data):
                         reply.take(event, now)
             reply.closed()
+        except TimeoutError:
+            raise BadReply(f"no end within {self._seconds:g} s") from None
         except httpx.HTTPError as error:
             raise BadReply(_words(error)) from None
 

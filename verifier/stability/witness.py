@@ -1,5 +1,6 @@
 """What the logs of proxy and engine say about a run's outputs: was the stream right, and what did sparsity do to it."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ class _EngineLog:
 
     name: str
     start: EngineStart | None = None
-    changes: int = 0  # events after which outputs may be others
+    changes: list[float] = field(default_factory=list)  # when it came up, and events after which outputs may be others
     requests: dict[int, Output] = field(default_factory=dict)  # those of the run, by the engine's own number
 
 
@@ -75,19 +76,21 @@ def _served(
     finished: dict[str, tuple[RequestFinished, EngineStart | None]] = {}
     engine_ids: dict[str, str] = {}  # of the run's requests: the engine's name for it -> the request id
     zeros: dict[str, _Zeros] = {}  # by the engine's name
-    epochs: dict[str, str] = {}
+    added: list[tuple[Output, _EngineLog, float]] = []
     engines: dict[str, Engine] = {}
     logs: dict[object, _EngineLog] = {}
     for log, record in _records(paths, logs):
         match record:
             case EngineStart():
-                log.start = log.start or record
-            case EngineEvent():
-                log.changes += record.kind in _EPOCHS
+                if log.start is None:  # later segments repeat it
+                    log.start = record
+                    log.changes.append(record.ts)
+            case EngineEvent() if record.kind in _EPOCHS:
+                log.changes.append(record.ts)
             case RequestAdded() if output := wanted.get(join_key(record.external_id)):
                 log.requests[record.request] = output
                 engine_ids[record.engine_id] = output.request_id
-                epochs[output.request_id] = f"{log.name} {log.changes}"
+                added.append((output, log, record.ts))
                 if log.start is not None:
                     engines[output.arm] = _engine(log.start)
             case RequestFinished() if finished_one := log.requests.get(record.request):
@@ -98,7 +101,19 @@ def _served(
                 counts.elements += sum(record.elements)
     counted = {engine_ids[name]: counts for name, counts in zeros.items() if name in engine_ids}
     served = {id_: _sums(record, start, counted.get(id_)) for id_, (record, start) in finished.items()}
-    return served, epochs, engines
+    return served, _epochs(added), engines
+
+
+def _epochs(added: list[tuple[Output, _EngineLog, float]]) -> dict[str, str]:
+    """By request id: which state of its arm's server it met. Engines that ran side by side are one server."""
+    arms: dict[str, dict[str, _EngineLog]] = {}
+    for output, log, _ in added:
+        arms.setdefault(output.arm, {})[log.name] = log
+    changes = {arm: sorted(ts for log in logs.values() for ts in log.changes) for arm, logs in arms.items()}
+    return {
+        output.request_id: f"{'+'.join(sorted(arms[output.arm]))}:{bisect_right(changes[output.arm], ts)}"
+        for output, _, ts in added
+    }
 
 
 def _records(paths: list[Path], logs: dict[object, _EngineLog]) -> Iterator[tuple[_EngineLog, AnyRecord]]:
