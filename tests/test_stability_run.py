@@ -174,6 +174,12 @@ def test_a_server_that_names_no_ids_is_said_to_be_of_no_use(run, capsys):
     assert "no token ids in the stream (return_token_ids: vLLM 0.10.2 or newer)" in capsys.readouterr().err
 
 
+def test_a_server_that_leaves_ids_out_is_not_compared_by_the_rest(run, capsys):
+    with toy_serving(Toy(hidden=3)) as url:
+        assert run("--candidate", url) == 3
+    assert "9 token ids of 12 tokens: does a parser leave some out?" in capsys.readouterr().err
+
+
 def test_requests_are_begun_no_faster_than_asked_for(run):
     begin = time.monotonic()
     with toy_serving(Toy()) as url:

@@ -28,6 +28,7 @@ class Toy:
     noise: float = 0.0  # nats by which a request's scores are off, as by another batch
     die_after: int | None = None  # generations, then streams break off and nothing is answered any more
     ids: bool = True  # knows return_token_ids and return_tokens_as_token_ids
+    hidden: int = 0  # first tokens that it does not name, as some parsers make vLLM do
     forced: bool = True  # knows prompt_logprobs
     token_seconds: float = 0.0
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies, with their X-Request-Id and how many ran
@@ -116,7 +117,7 @@ class ToyServer:
         for index, top in enumerate(toy.generate(prompt, count, request_id)):
             choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if index == count - 1 else None}
             choice |= {"delta": {"content": f" {top[0][0]}"}} if chat else {"text": f" {top[0][0]}"}
-            if toy.ids:
+            if toy.ids and index >= toy.hidden:
                 choice["token_ids"] = [top[0][0]]
                 choice["logprobs"] = _chat_logprobs(top) if chat else _completion_logprobs(top)
                 if not chat and not index:

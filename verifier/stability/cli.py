@@ -134,6 +134,8 @@ def _run(options: argparse.Namespace) -> int:
     urls = _urls(options)
     plan = store.begin(options.out, wanted, prompts)
     gathering = Gathering(options.out, plan, prompts, urls, options.model, options.limits(options))
+    if not options.quiet:
+        print(banner(plan, len(urls)), file=sys.stderr)
     broken: str | None = None
     try:
         asyncio.run(gather(gathering, StageProgress(wanted=not options.quiet)))
@@ -143,6 +145,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.gather:
         return _gathered(options.out, list(urls), broken)
     return conclude(options, [options.out], broken)
+
+
+def banner(plan: Plan, arms: int) -> str:
+    states = f"{len(plan.loads)} loads x {len(plan.caches)} cache states"
+    asked = f"{plan.prompts} prompts x {plan.repeats} repeats x {arms} arms x {states}"
+    return f"stability run {plan.name}: {asked} = {plan.cells * arms} requests, but for those that are there"
 
 
 def _gathered(folder: Path, arms: list[str], broken: str | None) -> int:

@@ -11,6 +11,7 @@ from verifier.stability.plan import Job
 
 _ID = "token_id:"  # how vLLM spells a token under return_tokens_as_token_ids
 DONE = b"[DONE]"
+_TEXT = ("reasoning", "reasoning_content", "content", "text")  # keys of what a client sees
 
 
 class BadReply(Exception):
@@ -26,6 +27,7 @@ class StreamReply:
         self.text: list[str] = []
         self.prompt_ids: list[int] | None = None
         self.prompt_tokens: int | None = None
+        self.tokens: int | None = None  # of the output, as the server counts them
         self.response_id: str | None = None
         self.finish: str | None = None
         self.first: float | None = None  # when the first and the last token came
@@ -50,8 +52,9 @@ class StreamReply:
         if error := body.get("error"):
             raise BadReply(f"the server reports an error: {_message(error)}")
         self.response_id = self.response_id or body.get("id")
-        if body.get("usage"):
-            self.prompt_tokens = body["usage"].get("prompt_tokens", self.prompt_tokens)
+        if usage := body.get("usage"):
+            self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+            self.tokens = usage.get("completion_tokens", self.tokens)
         if body.get("prompt_token_ids") is not None:
             self.prompt_ids = body["prompt_token_ids"]
         for choice in body["choices"]:
@@ -60,7 +63,7 @@ class StreamReply:
             self._ids(choice, at)
             self.finish = choice.get("finish_reason") or self.finish
             delta = choice.get("delta") or choice
-            self.text.append(delta.get("content") or delta.get("text") or "")
+            self.text += [delta[name] for name in _TEXT if delta.get(name)]
 
     def _ids(self, choice: dict[str, Any], at: float) -> None:
         ids = choice.get("token_ids") or []
@@ -77,6 +80,8 @@ class StreamReply:
             raise BadReply("the stream ended before the reply was whole")
         if not self.ids:
             raise BadReply("no token ids in the stream (return_token_ids: vLLM 0.10.2 or newer)")
+        if self.tokens is not None and self.tokens != len(self.ids):
+            raise BadReply(f"{len(self.ids)} token ids of {self.tokens} tokens: does a parser leave some out?")
         if self.top and len(self.top) != len(self.ids):
             raise BadReply(f"{len(self.ids)} token ids and {len(self.top)} log probabilities")
 
