@@ -47,7 +47,7 @@ def parted(
     ours, theirs = tops(other), tops(ids)
     ours[index] = [(other[index], -0.5), (ids[index], -0.5 - margins[1])]
     theirs[index] = [(ids[index], -0.5), (other[index], -0.5 - margins[0])]
-    return output(arm, prompt, other, top=ours, **more), theirs
+    return output(arm, prompt, other, **({"top": ours} | more)), theirs
 
 
 def run(

@@ -9,7 +9,7 @@ from math import inf
 
 from verifier.stability.comparing import Compared
 from verifier.stability.forcing import disagreement
-from verifier.stability.intervals import mcnemar, paired_difference, ratio_limits, resampled, share_limits
+from verifier.stability.intervals import clustered_ratio, mcnemar, paired_difference, ratio_limits, share_limits
 from verifier.stability.result import Bound, Decision, Estimate, GateSettings, Reading, YardstickReading
 
 Counts = Mapping[int, tuple[int, int]]  # prompt: positions with another argmax, positions
@@ -108,17 +108,17 @@ def _forced(
     name = "teacher-forced disagreement"
     if by_yardstick:
         bound = settings.forced_ratio or 0.0
-        estimate = forced_ratio(*forced, levels, settings)
+        estimate = forced_ratio(*forced, levels)
         return _bound(name, estimate, bound, f"{_times(estimate)} the yardstick's, bound {bound:g}; prefill path only")
     bound = settings.forced_disagreement or 0.0
     groups = [(float(other), float(of)) for other, of in forced[0].values()]
-    estimate = disagreement(groups, *levels, settings)
+    estimate = disagreement(groups, *levels)
     if len(groups) < _LEAST_PROMPTS:
         estimate = Estimate(value=estimate.value, low=None, high=None, method=f"fewer than {_LEAST_PROMPTS} prompts")
     return _bound(name, estimate, bound, f"{_percent(estimate)} of positions, bound {bound:.1%}; prefill path only")
 
 
-def forced_ratio(ours: Counts, theirs: Counts, levels: tuple[float, float], settings: GateSettings) -> Estimate:
+def forced_ratio(ours: Counts, theirs: Counts, levels: tuple[float, float]) -> Estimate:
     """Disagreement of one arm in units of another's, over prompts that both were forced through."""
     shared = sorted(ours.keys() & theirs.keys())
     if len(shared) < _LEAST_PROMPTS:
@@ -127,10 +127,11 @@ def forced_ratio(ours: Counts, theirs: Counts, levels: tuple[float, float], sett
     # half a disagreement more on either side, spread over the prompts: a ratio to 0 has no limits
     spread = 0.5 / len(shared)
     groups = [(ours[p][0] + spread, theirs[p][0] + spread) for p in shared]
-    low, high = resampled(groups, (settings.seed, settings.resamples), *levels)
+    low, high = clustered_ratio(groups, *levels)
     scale = share[1] / share[0]
     value = sum(g[0] for g in groups) / sum(g[1] for g in groups) * scale
-    return Estimate(value=value, low=low * scale, high=high * scale, method="prompts resampled, paired")
+    top = high * scale if high < inf else None
+    return Estimate(value=value, low=low * scale, high=top, method="paired by prompt, jackknife")
 
 
 def _paired(candidate: Compared, yardstick: Compared) -> tuple[int, int, int, int]:
@@ -165,7 +166,7 @@ def reading(
         hard_yardstick_only=theirs,
         hard_p=p,
         hard_difference=hard,
-        forced_ratio=forced_ratio(*forced, (tail, tail), settings) if all(forced) else None,
+        forced_ratio=forced_ratio(*forced, (tail, tail)) if all(forced) else None,
     )
 
 

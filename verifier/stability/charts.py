@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from verifier.stability import words
+from verifier.stability.differences import ROUNDING
 from verifier.stability.result import Band, Comparison
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 46, 40, 14
@@ -49,7 +50,7 @@ def shift_counts(comparison: Comparison, band: Band) -> list[int]:
     counts = [0] * (len(ends) + 1)
     for found in comparison.differences:
         if found.shift is not None:
-            counts[next((n for n, end in enumerate(ends) if found.shift <= end), len(ends))] += 1
+            counts[next((n for n, end in enumerate(ends) if found.shift <= end + ROUNDING), len(ends))] += 1
     return counts
 
 

@@ -9,6 +9,7 @@ from verifier.stability.result import Band, Difference, Facts, GateSettings, Kin
 
 Pair = tuple[Output, Output]
 _MANTISSA = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits, the implied one too
+ROUNDING = 1e-4  # nats: log probabilities come as float32, and as decimals
 _LEAST_BAND = 0.01  # nats: 1 % of a probability. In float32 the last place is far below what sums in another order do.
 
 
@@ -18,9 +19,9 @@ def usable(output: Output) -> bool:
 
 
 def by_arm(outputs: Iterable[Output]) -> dict[str, list[Output]]:
-    """The usable ones."""
+    """The usable ones, in an order that does not depend on when they came."""
     arms: dict[str, list[Output]] = defaultdict(list)
-    for output in outputs:
+    for output in sorted(outputs, key=lambda o: (o.prompt, o.repeat, o.cache, o.load, o.request_id)):
         if usable(output):
             arms[output.arm].append(output)
     return arms
@@ -81,7 +82,7 @@ def difference(first: Output, second: Output, band: Band) -> Difference | None:
         index=index,
         context=None if first.prompt_tokens is None else first.prompt_tokens + index,
         kind=kind,
-        hard=kind == "HARD" or (kind == "LENGTH" and not (known and max(known) <= band.margin)),
+        hard=kind == "HARD" or (kind == "LENGTH" and not (known and max(known) <= band.margin + ROUNDING)),
         first=first.request_id,
         second=second.request_id,
         first_id=a,
@@ -121,10 +122,10 @@ def _kind(
     leads = [abs(lead) for lead in (lead_a, lead_b) if lead is not None]
     if not leads:
         return "UNKNOWN"
-    tied = shift <= band.shift if shift is not None else leads[0] <= band.margin
+    tied = shift <= band.shift + ROUNDING if shift is not None else leads[0] <= band.margin + ROUNDING
     if not tied:
         return "HARD"
-    return "EXACT_TIE" if min(leads) == 0 else "NEAR_TIE"
+    return "EXACT_TIE" if min(leads) < ROUNDING else "NEAR_TIE"
 
 
 def _second_choice(tops: Sequence[Top], index: int, own: int | None, other: int | None) -> bool | None:

@@ -4,13 +4,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verifier.stability.intervals import resampled, share_limits, wilson
+from verifier.stability.differences import ROUNDING
+from verifier.stability.intervals import clustered_share, share_limits, wilson
 from verifier.stability.model import Forced, Output, Top
 from verifier.stability.result import Band, Estimate, ForcedResult, GateSettings, MarginBin, Share
 from verifier.stability.survival import middle
 
 _BINS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, None)
 _FEW = 5  # disagreements
+_LEAST_PROMPTS = 8
 _CLUSTERED = 10  # of so few, this many positions count as one: disagreements of a stream come together
 
 
@@ -60,7 +62,7 @@ def _tally(
             of_prompt[0] += other
             of_prompt[1] += 1
             if lead := margins(token, expected, top):
-                hard = other and abs(lead[0]) + abs(lead[1]) > band.shift
+                hard = other and abs(lead[0]) + abs(lead[1]) > band.shift + ROUNDING
                 tally.hard += hard
                 of_prompt[2] += hard
                 tally.deltas.append(abs(lead[0] - lead[1]))
@@ -113,7 +115,7 @@ def _result(arm: str, failed: int, tally: _Tally, forced_too: bool, settings: Ga
         prompts=len(groups),
         failed=failed,
         positions=positions,
-        disagree=disagreement(groups, tail, tail, settings),
+        disagree=disagreement(groups, tail, tail),
         disagreements=disagree,
         hard=tally.hard,
         hard_prompts=Share(
@@ -134,15 +136,15 @@ def _result(arm: str, failed: int, tally: _Tally, forced_too: bool, settings: Ga
     )
 
 
-def disagreement(groups: Sequence[tuple[float, float]], below: float, above: float, settings: GateSettings) -> Estimate:
+def disagreement(groups: Sequence[tuple[float, float]], below: float, above: float) -> Estimate:
     """Share of positions with another argmax, of (disagreements, positions) by prompt."""
     other, positions = sum(group[0] for group in groups), sum(group[1] for group in groups)
     if not positions:
         return Estimate(value=None, low=None, high=None, method="nothing forced")
-    if other < _FEW:
+    if other < _FEW or len(groups) < _LEAST_PROMPTS:
         low, high = share_limits(other / _CLUSTERED, positions / _CLUSTERED, below, above)
         method = f"exact, {_CLUSTERED} positions taken as one"
     else:
-        low, high = resampled(groups, (settings.seed, settings.resamples), below, above)
-        method = "prompts resampled"
+        low, high = clustered_share(groups, below, above)
+        method = "prompts as groups, jackknife"
     return Estimate(value=other / positions, low=low, high=high, method=method)
