@@ -153,7 +153,10 @@ def precision_band(settings: GateSettings, facts: Facts) -> Band:
 
 
 def _coarsest(facts: Facts) -> str | None:
+    """None: an arm does not say what it computes in, and that may be coarser than the others."""
     known = [name for arm in facts.arms.values() if (name := _plain(arm.dtype)) in _MANTISSA]
+    if len(known) < len(facts.arms):
+        return None
     return min(known, key=lambda name: _MANTISSA[name], default=None)
 
 
@@ -173,7 +176,7 @@ def tie_band(noise: Iterable[Difference], settings: GateSettings, facts: Facts) 
     largest = max((d.shift for d in places.values() if d.shift is not None), default=0.0)
     baseline = _plain(facts.arms["a1"].dtype) if "a1" in facts.arms else ""
     if baseline in _MANTISSA and baseline != _coarsest(facts):
-        return _because(default, f"the noise arm computes in {baseline}, another arm does not")
+        return _because(default, f"the noise arm computes in {baseline}, not all arms are known to")
     if len(places) < settings.noise_differences:
         few = f"the noise arm has {len(places)} first differences, {settings.noise_differences} would give the band"
         return _because(default, few)
