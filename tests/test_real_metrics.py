@@ -162,6 +162,9 @@ def test_health_of_workers_and_engine_is_one(served: Served) -> None:
         assert records[f"kind={kind},source=plugin"] == of[kind]
     assert records["kind=request_added,source=plugin"] == len(PROMPTS)
     assert sum(served.metrics["sparseety_capture_records_dropped_total"].values()) == 0
+    assert served.metrics["sparseety_sparsity_config_info"] == {
+        "model_name=m,near_zero_threshold=0.05,site_set=ffn_act,router": 1
+    }
     hooks = served.metrics["sparseety_plugin_hooks"]
     starts = [record for log in served.logged for record in log if isinstance(record, SparsityStart)]
     for site, count in (
