@@ -318,7 +318,7 @@ RECORDS = Metric(
     DISK_FREE,
     SEGMENTS,
     LOGS_FAILING,
-) = writer_metrics(SOURCE)
+) = writer_metrics(SOURCE, absent="with `--no-capture`")
 PAUSED = Metric(
     "sparseety_capture_paused",
     "gauge",

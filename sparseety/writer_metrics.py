@@ -21,15 +21,16 @@ class WriterMetrics(NamedTuple):
     failing: Metric
 
 
-def writer_metrics(source: str) -> WriterMetrics:
-    """source: whose logs they are, a value of the label of that name."""
+def writer_metrics(source: str, *, absent: str = "") -> WriterMetrics:
+    """source: whose logs they are, a value of the label of that name. absent: when there are none."""
     ours = Label("source", (source,))
 
     def counter(name: str, text: str, *labels: Label, unit: str = "1") -> Metric:
         return Metric(f"sparseety_capture_{name}", "counter", text, unit, (ours, *labels), layer="capture")
 
-    def gauge(name: str, text: str, *labels: Label, unit: str = "1", absent: str = "") -> Metric:
-        return Metric(f"sparseety_capture_{name}", "gauge", text, unit, labels, layer="capture", absent=absent)
+    def gauge(name: str, text: str, *labels: Label, unit: str = "1", before: str = "") -> Metric:
+        when = "; ".join(filter(None, (absent, before)))
+        return Metric(f"sparseety_capture_{name}", "gauge", text, unit, labels, layer="capture", absent=when)
 
     return WriterMetrics(
         written=counter(
@@ -64,18 +65,24 @@ def writer_metrics(source: str) -> WriterMetrics:
             "Unix time of the last write that the disk took, of the process where it is latest.",
             ours,
             unit="seconds",
-            absent="before the first write",
+            before="before the first write",
         ),
         disk_free=gauge(
             "disk_free_bytes",
             "Free for this user on the log's disk, looked at every 5 s.",
             unit="bytes",
-            absent="before the first look at the disk",
+            before="before the first look at the disk",
         ),
         segments=counter(
             "segments",
             "Files of the logs: opened, closed (in order), packed, deleted (the oldest ones, beyond the cap).",
             Label("event", SEGMENT_EVENTS),
         ),
-        failing=gauge("logs_failing", "Processes whose log cannot be written now.", ours),
+        failing=Metric(
+            "sparseety_capture_logs_failing",
+            "gauge",
+            "Processes whose log cannot be written now.",
+            labels=(ours,),
+            layer="capture",
+        ),
     )
