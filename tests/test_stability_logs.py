@@ -33,7 +33,7 @@ def gathered(tmp_path_factory) -> Path:
     """A run against the demo backend behind the proxy, with a fault in one of five streams of arm b."""
     folder = tmp_path_factory.mktemp("stability")
     fixed = ["run", "--out", str(folder / "run"), "--first", "10", "--max-tokens", "16", "--quiet", "--gather"]
-    for arm, fault in (("--baseline", None), ("--candidate", "drop")):
+    for arm, fault in (("--baseline", None), ("--candidate", "alter")):
         settings = Settings(
             log_dir=folder / "logs", token_delay=0, fault=parse_fault(fault) if fault else None, fault_every=5
         )
