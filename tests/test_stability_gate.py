@@ -157,6 +157,22 @@ def test_a_server_that_died_midway_leaves_its_results_and_no_verdict():
     assert analysis.comparison("candidate").prompts == 80
 
 
+def test_a_candidate_may_not_fail_where_it_would_differ():
+    outputs = run(200, b=dict.fromkeys(range(8), HARD))
+    outputs = [output("b", o.prompt, [], error="HTTP 500") if o.arm == "b" and o.prompt < 8 else o for o in outputs]
+    told = verdict(outputs)  # 8 of 600 requests are few, 8 of the candidate's 200 are not
+    assert (told.exit_code, told.reasons[0]) == (
+        3,
+        "complete: 592 of 600 planned requests ended well (8 x b: HTTP 500)",
+    )
+
+
+def test_outputs_of_a_few_tokens_are_said_to_prove_little():
+    outputs = [output(o.arm, o.prompt, o.ids[:4]) for o in run(71)]
+    assert any("only 4 tokens a pair" in warning for warning in verdict(outputs).warnings)
+    assert not any("tokens a pair" in warning for warning in verdict(run(71)).warnings)
+
+
 def test_requests_that_were_never_sent_count_as_missing():
     told = verdict(run(80), facts=Facts(planned=600))
     assert told.exit_code == 3

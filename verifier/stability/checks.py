@@ -1,6 +1,6 @@
 """What must hold before anything is concluded. Pure."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from verifier.stability.comparing import Compared
@@ -52,7 +52,12 @@ def _complete(outputs: Sequence[Output], ended: Sequence[Output], settings: Gate
                 failed[f"{output.arm}: {output.error or 'no token ids'}"] += 1
         said = [f"{count} x {reason}" for reason, count in sorted(failed.items(), key=lambda each: -each[1])]
         detail += f" ({_some(said) if said else 'the others were not sent'})"
-    return Check(name="complete", ok=missing <= settings.max_failed * planned, detail=detail)
+    # of each arm too: a candidate may fail at the very prompts at which it would differ
+    arms = Counter(output.arm for output in outputs)
+    good = Counter(output.arm for output in ended)
+    lost = [planned - len(ended) - settings.max_failed * planned]
+    lost += [number - good[arm] - settings.max_failed * number for arm, number in arms.items()]
+    return Check(name="complete", ok=max(lost) <= 0, detail=detail)
 
 
 def _prompts(ended: Sequence[Output]) -> Check:

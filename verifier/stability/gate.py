@@ -19,6 +19,8 @@ from verifier.stability.result import (
 )
 from verifier.stability.words import chance
 
+_SHORT = 8  # tokens a pair, first difference included
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -188,6 +190,9 @@ def warnings(
             f"too few first differences ({candidate.soft.events} of {candidate.soft.needed}) to say whether ties come "
             f"{settings.soft_ratio:g} times as often as in the noise arm"
         )
+    if candidate and candidate.pairs and candidate.hazard.at_risk < _SHORT * candidate.pairs:
+        each = candidate.hazard.at_risk / candidate.pairs
+        said.append(f"only {each:.0f} tokens a pair were compared: what differs late is not seen (raise max_tokens)")
     for comparison in (noise, candidate):
         if comparison and comparison.unpaired:
             said.append(f"{comparison.name}: {comparison.unpaired} outputs have no counterpart and were left out")

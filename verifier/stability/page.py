@@ -7,7 +7,10 @@ model wrote is hostile input. The whole result is in it as JSON too.
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from json import dumps
 from pathlib import Path
+
+from msgspec.json import decode as decode_json
 
 from verifier.findings import numbered
 from verifier.stability import words
@@ -47,8 +50,8 @@ def html(analysis: Analysis, decode: Decode | None = None, outputs: Sequence[Out
 
 def _data(analysis: Analysis) -> str:
     """JSON that cannot end the element it stands in."""
-    data = json(analysis).decode().strip()
-    for character in "<>&\u2028\u2029":
+    data = dumps(decode_json(json(analysis)))  # as ASCII
+    for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return data
 
