@@ -50,6 +50,16 @@ def test_the_same_model_under_other_noise_is_accepted(run, tmp_path):
     assert len(candidate["differences"]) >= 10
 
 
+def test_the_page_has_text_only_if_it_was_asked_for(run, tmp_path):
+    page = tmp_path / "run.html"
+    tokenizer = str(Path(__file__).parent / "data" / "toy" / "bytebpe.json")
+    run(Toy(), Toy(weights="two"), "--html", str(page))
+    assert "Text is hidden" in page.read_text()
+    assert main(["compare", str(tmp_path / "run"), "--html", str(page), "--show-text", "--tokenizer", tokenizer]) == 1
+    assert "B goes on" in page.read_text()
+    assert "Text is hidden" not in page.read_text()
+
+
 def test_a_model_that_sees_less_is_rejected_and_the_first_difference_shown(run, tmp_path, capsys):
     code, out, _ = run(Toy(noise=0.01), Toy(noise=0.01, window=12), "--gate", "budget=12")
     assert code == 1

@@ -35,18 +35,21 @@ def conclude(options: argparse.Namespace, folders: Sequence[Path], broken: str |
     for note in run.notes:
         print(f"note: {note}", file=sys.stderr)
     analysis = analysed(run, options, broken)
-    write_files(options, analysis, decoder(options) if options.show_text else None)
+    outputs = [output for arm in run.arms.values() for output in arm.outputs.values()]
+    write_files(options, analysis, decoder(options) if options.show_text else None, outputs)
     sys.stdout.write(f"{render.json(analysis).decode().rstrip()}\n" if options.json else render.text(analysis))
     return analysis.verdict.exit_code
 
 
-def write_files(options: argparse.Namespace, analysis: Analysis, decode: render.Decode | None) -> None:
+def write_files(
+    options: argparse.Namespace, analysis: Analysis, decode: render.Decode | None, outputs: Sequence[Output] = ()
+) -> None:
     if options.junit:
         exports.write(options.junit, render.junit(analysis))
     if options.prom_textfile:
         exports.write(options.prom_textfile, render.prometheus(analysis, time.time()))
     if options.html:
-        exports.write(options.html, render.html(analysis, decode))
+        exports.write(options.html, render.html(analysis, decode, outputs))
 
 
 def analysed(run: Run, options: argparse.Namespace, broken: str | None = None) -> Analysis:
