@@ -59,6 +59,8 @@ lock: check-python ## requirements.lock anew, with the newest packages that pypr
 	printf '$(BUILD_TOOLS)\n' | build/lock/bin/uv pip compile -q \
 	  --universal --python-version 3.11 --upgrade --extra dev --generate-hashes --no-annotate \
 	  --no-emit-index-url --custom-compile-command "make lock" -o requirements.lock pyproject.toml -
+	for part in proxy verifier; do $(LOCK_IMAGE) --extra $$part -o deploy/docker/$$part.lock pyproject.toml; done
+	printf 'hatchling>=1.27\n' | $(LOCK_IMAGE) -o deploy/docker/build.lock -
 
 clean: ## what the targets above made, the environments included
 	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -69,6 +71,10 @@ clean: ## what the targets above made, the environments included
 # What build-system.requires in pyproject.toml asks for, and what that needs for an editable install: locked like the
 # rest, so that the install below fetches nothing but what the lock file names.
 BUILD_TOOLS := hatchling>=1.27\neditables
+
+# What an image installs: of the packages above those that its part needs, in the same versions.
+LOCK_IMAGE := build/lock/bin/uv pip compile -q --universal --python-version 3.11 --constraint requirements.lock \
+  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command "make lock"
 
 .PHONY: check-python
 check-python:

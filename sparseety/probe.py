@@ -1,4 +1,4 @@
-"""`python -m sparseety.probe URL`: a container's health check, for images without curl. Exit code 0: it answers with 200."""
+"""`python -m sparseety.probe URL`: a health check for images without curl. Exit code 0: the answer is 200."""
 
 import sys
 import urllib.request
