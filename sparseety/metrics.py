@@ -27,6 +27,12 @@ TOKEN_SECONDS = (
 OVERHEAD_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 
 
+def steps_1_2_5(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20 and so on, up to `most`."""
+    steps = (step * 10**power for power in range(len(str(most))) for step in (1, 2, 5))
+    return tuple(step for step in steps if step <= most)
+
+
 @dataclass(frozen=True, slots=True)
 class Label:
     """values: all that it may have. Without them `limit` says how many there can be, and whoever publishes keeps it."""
