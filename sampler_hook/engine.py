@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sampler_hook import adapters
-from sampler_hook.scribe import FOR_WORKERS, OVERHEAD_BOUNDS, Scribe, TakenStep
+from sampler_hook.scribe import FOR_WORKERS, Scribe, TakenStep
 from sparseety.clock import Clock
+from sparseety.metrics import OVERHEAD_SECONDS
 from sparseety.records import EngineEvent
 
 EXTERNAL_ID = "_sparseety_external_id"  # put on vLLM's Request, which does not carry it itself
@@ -111,7 +112,7 @@ class EngineCapture:
             self.drain(2)
 
     def _observe(self, nanoseconds: int) -> None:
-        self.scribe.counts.overhead[bisect_left(OVERHEAD_BOUNDS, nanoseconds / 1e9)] += 1
+        self.scribe.counts.overhead[bisect_left(OVERHEAD_SECONDS, nanoseconds / 1e9)] += 1
         self.scribe.counts.overhead_ns += nanoseconds
 
     def step_failed(self, error: BaseException) -> None:

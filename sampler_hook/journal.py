@@ -18,7 +18,7 @@ from sampler_hook.settings import HookSettings
 from sampler_hook.wrapping import Site
 from sparseety.clock import Clock
 from sparseety.logwriter import LogWriter
-from sparseety.records import AnyRecord, Gap, Scope
+from sparseety.records import AnyRecord, EngineEvent, Gap, Scope
 from sparseety.sampling import key_id
 
 # vLLM's default is to kill its engine at once after asking it to end; what is not written by then is lost.
@@ -68,6 +68,7 @@ class Journal:
                 self.writer.put(Gap(ts=clock(), reason="under way when recording began", count=len(strangers)))
             self.model = next(iter(adapters.served_names(config.model_config)), str(config.model_config.model))
             self._kinds: Counter[str] = Counter() if before is None else before._kinds
+            self._events: Counter[str] = Counter() if before is None else before._events
             self._publisher: Publisher = Publisher(os.environ) if before is None else before._publisher
             scribe = Scribe(
                 self._put,
@@ -97,6 +98,8 @@ class Journal:
 
     def _put(self, record: AnyRecord) -> bool:
         self._kinds[record.__struct_config__.tag] += 1  # type: ignore[index]
+        if isinstance(record, EngineEvent):
+            self._events[record.kind] += 1
         return self.writer.put(record)
 
     def follow(self, parts: Collection[str]) -> None:
@@ -141,6 +144,7 @@ class Journal:
             return
         counts = self.counts
         self._publisher.write(figures.of_counts(counts, self.model, self.engine))
+        self._publisher.write(figures.of_events(self._events, self.engine))
         self._publisher.write(hooks)
         self._publisher.write(
             figures.of_capture(

@@ -14,14 +14,10 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sparseety.metrics import Metric
+
 VLLMS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 OUR_FOLDER = "SPARSEETY_METRICS_DIR"  # set by the process that was started first, for those it starts
-
-
-class Metric(NamedTuple):
-    name: str  # without _total
-    kind: str  # counter, gauge, histogram
-    help: str  # begins with the stability word
 
 
 class Sample(NamedTuple):
@@ -71,7 +67,7 @@ class Publisher:
                 stem = "gauge_max" if metric.kind == "gauge" else metric.kind
                 path = Path(self._folder) / f"{stem}_sparseety-{os.getpid()}.db"
                 file = self._files[metric.kind] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
-            key = mmap_key(metric.name, metric.name + suffix, list(labels), list(labels.values()), metric.help)
+            key = mmap_key(metric.name, metric.name + suffix, list(labels), list(labels.values()), metric.text)
             file.write_value(key, value, time.time())
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What a metric is: its name, kind, unit, labels and bounds, said once. The programs publish by these definitions, the
 docs table, the dashboards' checks and the bound on the number of series are made from them. No metrics library here."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -24,6 +24,8 @@ TOKEN_SECONDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )  # fmt: skip
 """vLLM's for inter_token_latency, and finer ones below."""
+FLUSH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+"""Of writing one batch of records."""
 OVERHEAD_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 
 
@@ -58,6 +60,7 @@ class Metric:
     bounds: tuple[float, ...] = ()  # of histograms, without +Inf
     layer: str = ""  # service, token, sparsity, verification, capture: the docs' chapters
     stability: Stability = "ALPHA"
+    absent: str = ""  # when it is not there, if not always: no data is not zero
 
     @property
     def wire_name(self) -> str:
@@ -71,9 +74,24 @@ class Metric:
     @property
     def most_series(self) -> int:
         """Samples that it can have at most in one scrape."""
-        children = prod(label.most for label in self.labels)
+        return self.series({})
+
+    def series(self, limits: Mapping[str, int]) -> int:
+        """The same where a label is known to have so many values: `limits`, by its name, holds in place of its own."""
+        children = prod(limits.get(label.name, label.most) for label in self.labels)
         return children * (len(self.bounds) + 3 if self.kind == "histogram" else 1)
 
 
-def most_series(metrics: Iterable[Metric]) -> int:
-    return sum(metric.most_series for metric in metrics)
+def most_series(metrics: Iterable[Metric], **limits: int) -> int:
+    """limits: as of Metric.series."""
+    return sum(metric.series(limits) for metric in metrics)
+
+
+BUILD_INFO = Metric(
+    "sparseety_build_info",
+    "gauge",
+    "Constant 1; which version runs, and which version of the record format it writes or reads.",
+    labels=(Label("version", limit=1), Label("schema_version", limit=1)),
+    layer="service",
+)
+"""Of each program."""

@@ -22,6 +22,23 @@ FAULTS = frozenset(
     }
 )
 
+# Those that say that something could not be checked, and those worth knowing about a right answer.
+DOUBTS = frozenset(
+    {
+        *("UNVERIFIABLE", "LOST_RECORDS", "TORN_RECORD", "UNPARSED_EVENT", "BACKEND_LOG_INVALID", "HOOK_SILENT"),
+        *("JOIN_AMBIGUOUS", "NOT_SUPPORTED", "BROKEN_OFF", "SERVER_ERROR", "SCHEMA_UNKNOWN", "ID_OUT_OF_VOCAB"),
+    }
+)
+NOTES = frozenset(
+    {
+        *("DRIFT", "NOT_COMPARABLE", "TRIMMED_STOP", "INCOMPLETE_UTF8_TAIL", "HELD_BACK", "SPECIAL_SKIPPED", "HIDDEN"),
+        *("PARSED", "PARSED_SEMANTIC", "PARSER_DROPPED", "LEADING_SPACE", "REPLAY_ONLY", "BACKEND_OVERRUN"),
+        *("ABORTED_PREFIX", "IDS_LEFT_OUT", "DOUBLE_BOS", "CLOCK_ANOMALY", "ABORTED_BEFORE_ID", "NOT_AN_ENDPOINT"),
+        *("REFUSED", "OPEN", "ORPHAN_BACKEND"),
+    }
+)
+CODES = FAULTS | DOUBTS | NOTES
+
 
 class Severity(Enum):
     FAULT = "fault"  # something is wrong
