@@ -23,16 +23,15 @@ _INSTANT = ("table", "bars")
 _OF_OURS = '{__name__=~"sparseety_build_info|sparseety_plugin_hooks|sparseety_verify_backlog_requests"}'
 _VARIABLES = {
     "job": f"label_values({_OF_OURS}, job)",
-    "instance": f'label_values({{__name__=~".+", job=~"$job"}}, instance)',
+    "instance": 'label_values({__name__=~".+", job=~"$job"}, instance)',
     "model_name": 'label_values({__name__=~"sparseety_proxy_requests_total|vllm:generation_tokens_total"}, model_name)',
     "engine": "label_values(vllm:num_requests_running, engine)",
     "layer": "label_values(sparseety_activation_elements_total, layer)",
     "phase": "label_values(sparseety_activation_elements_total, phase)",
 }
-_ALWAYS = ("job", "instance", "model_name", "engine")
 
 
-def variables(more: tuple[str, ...]) -> list[Json]:
+def variables(names: tuple[str, ...]) -> list[Json]:
     """The data source, then one list for each label, all of it chosen."""
     source: Json = {
         "name": "datasource",
@@ -42,7 +41,7 @@ def variables(more: tuple[str, ...]) -> list[Json]:
         "current": {},
         "hide": 0,
     }
-    return [source, *(_variable(name) for name in (*_ALWAYS, *more))]
+    return [source, *(_variable(name) for name in names)]
 
 
 def _variable(name: str) -> Json:
@@ -97,8 +96,13 @@ def menu() -> Json:
     }
 
 
-def data_link(title: str, uid: str, layer: bool) -> Json:
-    url = f"/d/{uid}?${{__url_time_range}}&${{datasource:queryparam}}&${{model_name:queryparam}}&${{engine:queryparam}}"
+def data_link(title: str, uid: str, layer: bool, names: tuple[str, ...]) -> Json:
+    """layer: instead of the layers chosen, that of the series which was clicked. names: the page's variables."""
+    kept = [
+        "__url_time_range",
+        *(f"{name}:queryparam" for name in ("datasource", *names) if not (layer and name == "layer")),
+    ]
+    url = f"/d/{uid}?" + "&".join(f"${{{name}}}" for name in kept)
     return {"title": title, "url": url + ("&var-layer=${__field.labels.layer}" if layer else ""), "targetBlank": False}
 
 

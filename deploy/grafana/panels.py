@@ -1,4 +1,4 @@
-"""Dashboards as tables: what a panel asks and how it is drawn. `dashboard_json` makes Grafana's classic JSON of them."""
+"""Dashboards as tables: what a panel asks, how it is drawn. `dashboard_json` makes Grafana's classic JSON of them."""
 
 import re
 from collections.abc import Iterator
@@ -20,29 +20,31 @@ _SELECTORS = {"S": _OURS, "M": f'{_OURS}, model_name=~"$model_name"', "E": _ENGI
 
 # Who has to publish for a panel to have data, and what the panel says where nobody does. No data is not zero.
 NEEDS = {
+    "prometheus": "Not observed: Prometheus scrapes none of ours",
     "proxy": "Not observed: no proxy is scraped",
     "vllm": "Not observed: vLLM's /metrics is not scraped",
     "plugin": "Not observed: no plugin seen",
     "sparsity": "Not observed: the plugin does not count sparsity",
     "weights": "Not observed: the plugin does not count weights",
     "experts": "Not observed: the plugin counts no experts",
+    "single experts": "Not observed: the plugin publishes no single experts",
     "drafts": "Not observed: no speculative decoding",
     "verifier": "Not observed: no verify-tokens --watch is scraped",
     "batch": "Not observed: no verify-tokens run was reported",
-    "stability": "Not observed: no stability run was reported",
     "capture": "Not observed: neither proxy nor plugin is scraped",
 }
 NEEDS_HOW = {
+    "prometheus": "a Prometheus that scrapes",
     "proxy": "the proxy",
     "vllm": "vLLM's own /metrics",
     "plugin": "the plugin in vLLM",
     "sparsity": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,sparsity",
     "weights": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,weights",
     "experts": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,experts, and a model with experts",
+    "single experts": "the plugin with experts published one by one",
     "drafts": "vLLM with speculative decoding",
     "verifier": "verify-tokens --watch",
     "batch": "verify-tokens --prom-textfile and a node exporter",
-    "stability": "a stability run's textfile and a node exporter",
     "capture": "the proxy or the plugin",
 }
 
@@ -84,7 +86,7 @@ class Dashboard:
     title: str
     says: str
     rows: tuple[Row, ...]
-    variables: tuple[str, ...] = ()  # besides those that all have
+    variables: tuple[str, ...]  # besides the data source
 
 
 def expression(query: str) -> str:
@@ -132,12 +134,12 @@ def _placed(dashboard: Dashboard) -> Iterator[Json]:
                 x, y = 0, y + drawing.HEIGHT
             number += 1
             place = {"x": x, "y": y, "w": panel.width, "h": drawing.HEIGHT}
-            yield {"id": number, "gridPos": place} | _panel(panel)
+            yield {"id": number, "gridPos": place} | _panel(panel, dashboard.variables)
             x += panel.width
         y += drawing.HEIGHT
 
 
-def _panel(panel: Panel) -> Json:
+def _panel(panel: Panel, variables: tuple[str, ...]) -> Json:
     queries = [(expression(query), legend) for query, legend in panel.queries]
     names = list(dict.fromkeys(name for query, _ in queries for name in metric_names(query)))
     defaults: Json = {
@@ -151,7 +153,7 @@ def _panel(panel: Panel) -> Json:
     if panel.unit == "percentunit":
         defaults |= {"min": 0}
     if panel.link:
-        defaults["links"] = [drawing.data_link(panel.link.title, panel.link.uid, panel.link.layer)]
+        defaults["links"] = [drawing.data_link(panel.link.title, panel.link.uid, panel.link.layer, variables)]
     made: Json = {
         "type": drawing.TYPES[panel.draw],
         "title": panel.title,
