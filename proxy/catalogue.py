@@ -6,6 +6,7 @@ from typing import get_args
 
 from sparseety.metrics import (
     FIRST_TOKEN_SECONDS,
+    FLUSH_SECONDS,
     OVERHEAD_SECONDS,
     REQUEST_SECONDS,
     TOKEN_SECONDS,
@@ -25,10 +26,10 @@ ENDPOINTS = get_args(Endpoint)
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "abort", "error", "repetition", "none", OTHER)
 ERROR_TYPES = ("connect", "tls", "read_timeout", "write_timeout", "reset", "protocol", "http_4xx", "http_5xx")
 PAUSE_REASONS = ("latency", "disk")
+SEGMENT_EVENTS = ("opened", "closed", "packed", "deleted")
 DROP_REASONS = ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown")
-FLUSH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
-_model = Label("model_name", limit=MODELS + 1)  # and "other"
+MODEL = Label("model_name", limit=MODELS + 1)  # and "other"
 _endpoint = Label("endpoint", ENDPOINTS)
 _any_endpoint = Label("endpoint", (*ENDPOINTS, OTHER))
 _outcome = Label("outcome", get_args(Outcome))
@@ -50,7 +51,7 @@ REQUESTS = Metric(
     "stream_done and response; a reply with an HTTP error status is complete, see sparseety_upstream_errors_total. "
     "model_name: the reply's model, else the one asked for where a reply has named it before, else other. "
     "Requests refused before they were relayed (no valid HTTP/1) are not among them.",
-    labels=(_model, _any_endpoint, Label("stream", ("false", "true")), _outcome),
+    labels=(MODEL, _any_endpoint, Label("stream", ("false", "true")), _outcome),
     layer="service",
 )
 IN_FLIGHT = Metric(
@@ -72,7 +73,7 @@ DURATION = Metric(
     "From the request's last body byte received from the client (its head, where the body never came to its end) to "
     "the end of the transfer: the reply's last byte handed to the client's connection, or the moment it broke off.",
     "seconds",
-    (_model, _any_endpoint, _outcome),
+    (MODEL, _any_endpoint, _outcome),
     REQUEST_SECONDS,
     "service",
 )
@@ -82,7 +83,7 @@ RESPONSE_START = Metric(
     "From the request's last byte handed to the upstream connection to the head of its reply received. Not observed "
     "where no reply came, or where it came before the request's end.",
     "seconds",
-    (_model, _any_endpoint),
+    (MODEL, _any_endpoint),
     FIRST_TOKEN_SECONDS,
     "service",
 )
@@ -91,7 +92,7 @@ OVERHEAD = Metric(
     "histogram",
     "Time that the proxy adds. request: from the last body byte received to the last byte handed to the upstream "
     "connection, opening one included, once a request. chunk: from a read of the reply taken up to it handed to the "
-    "client's connection, on the 1st, 17th, 33rd ... read of each reply; a wait for a client that does not read is in it.",
+    "client's connection, every 16th read of a reply from its first; a wait for a client that does not read is in it.",
     "seconds",
     (Label("stage", ("request", "chunk")),),
     OVERHEAD_SECONDS,
@@ -110,7 +111,7 @@ UPSTREAM_ERRORS = Metric(
     "counter",
     "Requests that the upstream failed, by how: no connection (connect, tls), a limit of the proxy's own "
     "(read_timeout, write_timeout), closed or reset before the reply was complete (reset), no valid HTTP (protocol), "
-    "or a reply with such a status (http_4xx, http_5xx). At most one a request.",
+    "or a reply with such a status (http_4xx, http_5xx), which may break off besides.",
     labels=(Label("error_type", ERROR_TYPES),),
     layer="service",
 )
@@ -154,7 +155,7 @@ FIRST_TOKEN = Metric(
     f"{_FROM_BODY}the read that completed the first event with a token: {_TOKEN_BEARING}; an event with a role alone "
     "is none. Event streams only.",
     "seconds",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     FIRST_TOKEN_SECONDS,
     "token",
 )
@@ -163,7 +164,7 @@ FIRST_CHUNK = Metric(
     "histogram",
     f"{_FROM_BODY}the read that completed the first event of the stream, of any kind.",
     "seconds",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     FIRST_TOKEN_SECONDS,
     "token",
 )
@@ -173,7 +174,7 @@ INTER_CHUNK = Metric(
     f"Between two events of a stream that bear tokens ({_TOKEN_BEARING}), of any choice, by the reads that completed "
     "them; 0 for events that came in one read.",
     "seconds",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     TOKEN_SECONDS,
     "token",
 )
@@ -183,7 +184,7 @@ PER_TOKEN = Metric(
     "Of each event stream: (last event with a token - first one) / (output tokens - 1). Not observed for fewer than 2 "
     "output tokens, for more than one choice, nor where the tokens are uncounted.",
     "seconds",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     TOKEN_SECONDS,
     "token",
 )
@@ -193,7 +194,7 @@ PROMPT_TOKENS = Metric(
     "Input tokens of requests that have ended, cached ones included, as the server's usage states them; it is the only "
     "source (count_source) of theirs. Requests without usage are missing here.",
     "tokens",
-    (_model, _endpoint, Label("count_source", ("usage",))),
+    (MODEL, _endpoint, Label("count_source", ("usage",))),
     layer="token",
 )
 GENERATION_TOKENS = Metric(
@@ -202,7 +203,7 @@ GENERATION_TOKENS = Metric(
     "Output tokens of requests that have ended, all choices: sampled ones, the token that stops included where the "
     f"server counts it. {_COUNTED}",
     "tokens",
-    (_model, _endpoint, Label("count_source", ("usage", "token_ids", "logprobs"))),
+    (MODEL, _endpoint, Label("count_source", ("usage", "token_ids", "logprobs"))),
     layer="token",
 )
 CACHED_TOKENS = Metric(
@@ -211,7 +212,7 @@ CACHED_TOKENS = Metric(
     "Input tokens that the server says it took from its prefix cache (usage's cached_tokens), of requests that have "
     "ended.",
     "tokens",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     layer="token",
 )
 REQUEST_PROMPT = Metric(
@@ -219,7 +220,7 @@ REQUEST_PROMPT = Metric(
     "histogram",
     "Input tokens of each request, where usage states them.",
     "tokens",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     steps_1_2_5(200_000),
     "token",
 )
@@ -228,7 +229,7 @@ REQUEST_GENERATION = Metric(
     "histogram",
     "Output tokens of each request, all choices, where they are counted.",
     "tokens",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     steps_1_2_5(200_000),
     "token",
 )
@@ -238,7 +239,7 @@ CHARACTERS = Metric(
     "Unicode code points of each reply that was read: content, reasoning and tool-call arguments, all choices, as far "
     "as it came.",
     "characters",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     steps_1_2_5(1_000_000),
     "token",
 )
@@ -248,7 +249,7 @@ CHUNK_TOKENS = Metric(
     "Tokens of one choice in one stream event, where the event states them (token_ids, or else logprobs). 0: text was "
     "held back; more than 1: speculative decoding, stream_interval or coalescing.",
     "tokens",
-    (_model, _endpoint),
+    (MODEL, _endpoint),
     (0, 1, 2, 3, 4, 5, 6, 8, 16, 32, 64),
     "token",
 )
@@ -256,7 +257,7 @@ CHUNKS = Metric(
     "sparseety_stream_chunks",
     "counter",
     "Chunk records made of stream events: one for each choice and kind in an event. kind: as in the log.",
-    labels=(_model, _endpoint, Label("kind", get_args(Kind))),
+    labels=(MODEL, _endpoint, Label("kind", get_args(Kind))),
     layer="token",
 )
 FINISHED = Metric(
@@ -264,16 +265,16 @@ FINISHED = Metric(
     "counter",
     "Choices of replies that were read, by finish reason; n=2 counts 2. The words of /v1/responses and /v1/messages "
     "are put into those of chat. none: the choice had begun and its stream ended without a reason.",
-    labels=(_model, _endpoint, Label("finished_reason", FINISH_REASONS)),
+    labels=(MODEL, _endpoint, Label("finished_reason", FINISH_REASONS)),
     layer="token",
 )
 UNCOUNTED = Metric(
     "sparseety_requests_uncounted",
     "counter",
     "Ended requests of a known endpoint with a 2xx reply whose output tokens are in no counter. no_count: the reply "
-    "said nothing of them; unread: it could not be read (too large, not its JSON, cut off); paused, failed: the capture "
+    "said nothing of them; unread: not readable (too large, not its JSON, cut off); paused, failed: the capture "
     "was, see sparseety_capture_sampled_requests_total; capture_off: --no-capture.",
-    labels=(_model, _endpoint, Label("reason", ("no_count", "unread", "paused", "failed", "capture_off"))),
+    labels=(MODEL, _endpoint, Label("reason", ("no_count", "unread", "paused", "failed", "capture_off"))),
     layer="token",
 )
 
@@ -370,7 +371,7 @@ SEGMENTS = Metric(
     "sparseety_capture_segments",
     "counter",
     "Files of the log: opened, closed (in order), packed, deleted (the oldest ones, beyond log_total_bytes).",
-    labels=(_source, Label("event", ("opened", "closed", "packed", "deleted"))),
+    labels=(_source, Label("event", SEGMENT_EVENTS)),
     layer="capture",
 )
 LOGS_FAILING = Metric(
@@ -403,8 +404,8 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 def series_bound(models: int) -> int:
     """The samples that one scrape has at most, where so many models get series of their own. Workers do not multiply:
     the parent adds them up, and keeps to one set of names."""
-    model = replace(_model, limit=models + 1)
+    model = replace(MODEL, limit=models + 1)
     return most_series(
-        replace(metric, labels=tuple(model if label is _model else label for label in metric.labels))
+        replace(metric, labels=tuple(model if label is MODEL else label for label in metric.labels))
         for metric in METRICS
     )

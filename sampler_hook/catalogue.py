@@ -305,4 +305,7 @@ ROUTING = (ROUTED, BALANCE, ENTROPY, IDLE)
 WORKERS = (*ACTIVATIONS, WEIGHT_ZEROS, *ROUTING, EXPERT_TOKENS, SPARSITY_CONFIG)
 """By the workers, where sparsity, experts or weights are counted."""
 
+SUMMED = frozenset({HOOKS.name})
+"""Gauges that add up over the processes of an engine. Of others the highest holds."""
+
 METRICS = tuple(dict.fromkeys((*ENGINES, *WORKERS, *WRITERS)))

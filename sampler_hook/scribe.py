@@ -10,7 +10,7 @@ from sampler_hook.attention import read
 from sampler_hook.kv import KvLedger
 from sampler_hook.recorder import EngineRecorder, Entry, Put
 from sparseety.clock import Clock
-from sparseety.metrics import OVERHEAD_SECONDS
+from sparseety.metrics import OVERHEAD_SECONDS, Cell, new_cell
 from sparseety.records import AttentionLayers, Gap, Kv, Row
 
 # On a SchedulerOutput, which is pickled to the workers: {step, skip, capture, near_zero}.
@@ -44,8 +44,7 @@ class Counts:
     drafts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "rejected": 0})
     accepted_lengths: dict[int, int] = field(default_factory=dict)  # accepted drafts of a row -> rows
     attended: dict[str, list[int]] = field(default_factory=dict)  # layer type -> [read, before]
-    overhead: list[int] = field(default_factory=lambda: [0] * (len(OVERHEAD_SECONDS) + 1))  # steps by bound
-    overhead_ns: int = 0
+    overhead: Cell = field(default_factory=lambda: new_cell(OVERHEAD_SECONDS))  # seconds of each step
     last_event: float = 0.0
 
 

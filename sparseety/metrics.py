@@ -1,7 +1,8 @@
 """What a metric is: its name, kind, unit, labels and bounds, said once. The programs publish by these definitions, the
 docs table, the dashboards' checks and the bound on the number of series are made from them. No metrics library here."""
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -24,9 +25,8 @@ TOKEN_SECONDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )  # fmt: skip
 """vLLM's for inter_token_latency, and finer ones below."""
-FLUSH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-"""Of writing one batch of records."""
 OVERHEAD_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+FLUSH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
 def steps_1_2_5(most: int) -> tuple[int, ...]:
@@ -95,3 +95,19 @@ BUILD_INFO = Metric(
     layer="service",
 )
 """Of each program."""
+
+
+# ------------------------------------------------------------------------------------------------------ the numbers
+
+Cell = list[float]
+"""One child's numbers. Of a counter or gauge: its value. Of a histogram: how many fell to each bound, how many beyond
+the last, and the sum of all."""
+
+
+def new_cell(bounds: Sequence[float] = ()) -> Cell:
+    return [0] * (len(bounds) + 2) if bounds else [0]
+
+
+def observe(cell: Cell, bounds: Sequence[float], value: float) -> None:
+    cell[bisect_left(bounds, value)] += 1
+    cell[-1] += value

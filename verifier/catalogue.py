@@ -1,14 +1,14 @@
 """What the verifier publishes: of a watch on its own port, of a run in a text file. docs/metrics.md is made from it."""
 
 from sparseety.metrics import BUILD_INFO, Label, Metric
-from verifier.findings import CODES, JUDGED
+from verifier.findings import ASIDE, CODES, JUDGED
 
 MODELS = 32  # names told apart; those beyond are "other"
 OTHER = "other"  # also of a model that no logged engine serves: clients choose those names
 
 MODEL = Label("model_name", limit=MODELS + 1)
 VERDICT = Label("verdict", tuple(verdict.value for verdict in JUDGED))
-CODE = Label("code", tuple(sorted(CODES)))
+CODE = Label("code", tuple(sorted(CODES - ASIDE)))
 SEVERITY = Label("severity", ("info", "waived", "warn", "error"))
 
 REQUESTS = Metric(
