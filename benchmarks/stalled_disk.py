@@ -44,9 +44,11 @@ class Proxy(bench.Target):
 
     def lost(self) -> float:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin}/metrics", timeout=5) as reply:
-            found = re.search(r"^sparseety_proxy_capture_records_lost_total (\S+)", reply.read().decode(), re.MULTILINE)
+            found = re.findall(
+                r"^sparseety_capture_records_dropped_total\S* (\S+)", reply.read().decode(), re.MULTILINE
+            )
         assert found
-        return float(found[1])
+        return sum(map(float, found))
 
 
 def stall(hang: Path, seconds: float) -> None:

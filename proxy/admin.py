@@ -1,5 +1,6 @@
 """The admin port: is the proxy alive, should it get traffic, what has it counted, what is open. Never any content."""
 
+import asyncio
 import hmac
 from typing import Annotated, Protocol
 
@@ -9,7 +10,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from proxy.counters import Overview
-from proxy.upstream import Upstream
+from proxy.upstream import Probe
 
 
 class Served(Protocol):
@@ -22,7 +23,7 @@ class Served(Protocol):
         """Ask the workers, for no longer than a moment; one that does not answer stands as it last said."""
 
 
-def build_admin(served: Served, upstream: Upstream, registry: CollectorRegistry, token: str | None) -> FastAPI:
+def build_admin(served: Served, upstream: Probe, registry: CollectorRegistry, token: str | None) -> FastAPI:
     admin = FastAPI(title="SparSEEty proxy", docs_url=None, redoc_url=None, openapi_url=None)
     expected = None if token is None else f"Bearer {token}".encode()
 
@@ -50,7 +51,7 @@ def build_admin(served: Served, upstream: Upstream, registry: CollectorRegistry,
 
     @admin.get("/metrics", dependencies=[Depends(need_token)])
     async def metrics() -> Response:
-        await served.look()  # the registry reads what was then seen
+        await asyncio.gather(served.look(), upstream.refresh())  # the registry reads what was then seen
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @admin.get("/streams", dependencies=[Depends(need_token)])

@@ -11,7 +11,7 @@ class ProxyApp:
 
     def __init__(self, upstream: Upstream, recorder: Recorder) -> None:
         self.upstream = upstream
-        self.relay = Relay(upstream, recorder, recorder.counters, recorder.clock)
+        self.relay = Relay(upstream, recorder, recorder.clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -8,3 +8,5 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+RECEIVED = "sparseety.received"  # in a scope's state: when its request's last byte came, by the monotonic clock

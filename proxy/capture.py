@@ -13,6 +13,7 @@ from proxy.headers import HeaderList
 from proxy.inflate import Bounds, CannotInflate, Inflater
 from proxy.request import read_parameters
 from proxy.secrets import Secrets
+from proxy.tally import Tally
 from sparseety.chunks import ReplyBody, Unreadable
 from sparseety.dialects import DIALECTS
 from sparseety.records import (
@@ -101,8 +102,11 @@ class _Copy:
 class RequestCapture:
     """One request, from its head to its end. Each method returns the records that are due; the caller writes them."""
 
-    def __init__(self, number: int, uuid: str, head: RequestHead, arrived: float, limits: Limits) -> None:
-        """number: the log writer's own request number. arrived: when the head was there."""
+    def __init__(
+        self, number: int, uuid: str, head: RequestHead, arrived: float, limits: Limits, tally: Tally | None = None
+    ) -> None:
+        """number: the log writer's own request number. arrived: when the head was there. tally: told what is read."""
+        self._tally = tally
         self._number, self._uuid, self._head, self._arrived, self._limits = number, uuid, head, arrived, limits
         self._endpoint = head.endpoint
         self._secrets = Secrets(head.headers, head.query)
@@ -143,6 +147,9 @@ class RequestCapture:
         copy, self._request = self._request, None
         body = copy.take() if copy and complete else None
         headers = self._head.headers
+        parameters = read_parameters(body, self._endpoint) if body and self._endpoint else None
+        if self._tally and parameters:
+            self._tally.asked = parameters.model
         records: list[AnyRecord] = [
             RequestStart(
                 ts=self._arrived,
@@ -153,7 +160,7 @@ class RequestCapture:
                 endpoint=self._endpoint,
                 x_request_id=_text(header_lists.get(headers, b"x-request-id")),
                 session=_text(header_lists.get(headers, b"x-session-id")),
-                parameters=read_parameters(body, self._endpoint) if body and self._endpoint else None,
+                parameters=parameters,
             )
         ]
         if copy and copy.given_up:
@@ -170,7 +177,7 @@ class RequestCapture:
             self._reply = _Copy(self._limits.body_bytes, coding)
             return records
         dialect = DIALECTS[self._endpoint] if self._endpoint else None
-        self._stream = EventReader(self._number, dialect, self._limits.event_bytes, self._secrets.clean)
+        self._stream = EventReader(self._number, dialect, self._limits.event_bytes, self._secrets.clean, self._tally)
         if coding:
             try:
                 self._inflater = Inflater(coding, Bounds(self._limits.stream_bytes))
@@ -203,6 +210,8 @@ class RequestCapture:
     def _unreadable(self, error: CannotInflate, ts: float) -> list[AnyRecord]:
         """The rest of this stream is forwarded, counted and hashed, but not read."""
         self._readable = False
+        if self._tally:
+            self._tally.unread = True
         return [self._gap(ts, f"event stream: {error}")] if self._endpoint else []
 
     def ended(self, outcome: Outcome, ts: float, error: str | None = None) -> list[AnyRecord]:
@@ -213,6 +222,8 @@ class RequestCapture:
             return [*records, self._response(outcome, ts, error)]
         if self._readable:
             records.extend(self._stream.close())
+        if self._tally:
+            self._tally.characters = self._stream.total_text_len
         records.append(
             StreamDone(
                 ts=ts,
@@ -235,6 +246,8 @@ class RequestCapture:
 
     def _response(self, outcome: Outcome, ts: float, error: str | None) -> Response:
         reply, unread = self._read_reply(outcome)
+        if self._tally and unread:
+            self._tally.unread = True
         return Response(
             ts=ts,
             capture=self._number,
@@ -263,9 +276,12 @@ class RequestCapture:
         if body is None:
             return nothing, self._reply.given_up
         try:
-            return DIALECTS[self._endpoint].read_reply(body), None
+            reply = DIALECTS[self._endpoint].read_reply(body)
         except Unreadable as error:
             return nothing, str(error)
+        if self._tally:
+            self._tally.reply(reply, body)
+        return reply, None
 
     def _stamps(self, end: float) -> Stamps:
         return Stamps(

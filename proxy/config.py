@@ -16,6 +16,7 @@ from pydantic_settings.sources import PydanticBaseSettingsSource
 
 import sparseety
 from proxy import values
+from proxy.catalogue import MODELS, series_bound
 from proxy.values import Address
 from sparseety.command import run_command
 from sparseety.errors import SparseetyError
@@ -28,6 +29,7 @@ _Address = Annotated[Address, BeforeValidator(values.read_address)]
 _Url = Annotated[str, BeforeValidator(values.read_url)]
 _Switch = Annotated[bool, BeforeValidator(values.read_switch)]
 _Count = Annotated[int, BeforeValidator(values.read_count)]
+_Number = Annotated[int, BeforeValidator(values.read_number)]
 _Seconds = Annotated[float, BeforeValidator(values.read_seconds)]
 _SomeSeconds = Annotated[float, BeforeValidator(values.read_some_seconds)]
 _Limit = Annotated[float | None, BeforeValidator(values.read_limit)]
@@ -84,6 +86,12 @@ class ProxyConfig(BaseModel):
     log_compress: _Switch = _setting(True, None, "compress closed log files, where zstandard is installed")
     capture_body_bytes: _Bytes = _setting(32 << 20, "SIZE", "of a body that is copied; what is relayed has no limit")
     capture_event_bytes: _Bytes = _setting(1 << 20, "SIZE", "of one stream event that is read")
+    metrics_models: _Count = _setting(
+        MODELS, "N", "names of models that get series of their own on /metrics; the others are counted together"
+    )
+    max_series: _Number = _setting(
+        20_000, "N", "that /metrics may come to; with more possible the proxy does not start"
+    )
     protect: _Switch = _setting(True, None, "pause the capture while its own cost delays the relay")
     protect_lag: _SomeSeconds = _setting(0.02, "TIME", "a delay by the capture that is too much")
     protect_after: _Seconds = _setting(30.0, "TIME", "how long it may last before the capture pauses")
@@ -194,6 +202,11 @@ def _check_together(config: ProxyConfig, origins: dict[str, str]) -> None:
         raise SparseetyError(
             f"{origins['admin']}: {config.admin} can be reached from other machines and needs a token; "
             f"set {PREFIX}ADMIN_TOKEN to one that only your monitoring knows, or --admin-token-file to a file with it"
+        )
+    if (most := series_bound(config.metrics_models)) > config.max_series:
+        raise SparseetyError(
+            f"{origins.get('metrics_models', 'metrics_models')}: {config.metrics_models} names of models make up to "
+            f"{most} series on /metrics, more than max_series ({config.max_series}); lower the one or raise the other"
         )
     if config.upstream_ca and not config.upstream.startswith("https:"):
         raise SparseetyError(f"{origins['upstream_ca']}: certificates, but the upstream {config.upstream} is not https")

@@ -26,6 +26,10 @@ HIGH_WATER = 1 << 16  # bytes read and not taken yet, at which reading pauses
 MAX_OVERHEAD = 1 << 18  # bytes in a row that carry no body: a reply's head, chunk extensions, trailers, interim replies
 
 
+class ClosedEarly(httpx.RemoteProtocolError):
+    """The upstream closed the connection before its reply was complete."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Seconds; None: no limit. None is over a whole request, nor by default could a long prefill meet one."""
@@ -281,7 +285,7 @@ class Connection(asyncio.Protocol):
                 self._complete = True
             else:
                 what = "in the middle of its reply" if self.status else "without a reply"
-                self._error = httpx.RemoteProtocolError(f"the upstream closed the connection {what}")
+                self._error = ClosedEarly(f"the upstream closed the connection {what}")
         self.resume_writing()
         self._wake()
         self._on_lost(self)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from proxy.tally import Tally
 from sparseety.chunks import ChunkBody, Part, Unreadable
 from sparseety.dialects import DONE, Dialect
 from sparseety.records import Chunk, Gap, Kind, Usage
@@ -12,10 +13,15 @@ class EventReader:
     """Reads one stream and keeps its sums. Nothing that the events hold makes it raise."""
 
     def __init__(
-        self, capture: int, dialect: Dialect | None, max_event_bytes: int, clean: Callable[[bytes], bytes] = bytes
+        self,
+        capture: int,
+        dialect: Dialect | None,
+        max_event_bytes: int,
+        clean: Callable[[bytes], bytes] = bytes,
+        tally: Tally | None = None,
     ) -> None:
         """dialect=None: events are counted, not read; there are no records. clean: frees raw forms of credentials."""
-        self._capture, self._dialect = capture, dialect
+        self._capture, self._dialect, self._tally = capture, dialect, tally
         self._max_event_bytes, self._clean = max_event_bytes, clean
         self._splitter = SseSplitter(max_event_bytes)
         self._counts: dict[int, tuple[int, int]] = {}  # choice -> (text-bearing records, code points)
@@ -53,6 +59,8 @@ class EventReader:
         if event.dropped:
             reason = f"an event of more than {self._max_event_bytes} bytes ({event.dropped})"
             records.append(Gap(ts=self._read_at, reason=reason, count=1, captures=[self._capture]))
+            if self._tally:
+                self._tally.unread = True
             return
         if not event.complete:
             records.append(self._raw("unparsed", event))
@@ -72,8 +80,12 @@ class EventReader:
             records.append(self._raw("error" if fields.name == b"error" else "unparsed", event))
             return
         self.end_marker |= body.end
+        if self._tally and self._tally.tries:
+            self._tally.learn(data)
         if body.usage is not None:
             self.usage = body.usage
+            if self._tally:
+                self._tally.state(body.usage, final=body.parts[-1].kind != "role")
         # A name that the body does not imply and a comment inside the event have no field of their own.
         lossy = fields.comments > 0 or (fields.name and fields.name != body.name.encode())
         self._parts(body, event if lossy else None, event, records)
@@ -101,6 +113,8 @@ class EventReader:
     ) -> Chunk:
         text, number, at, wire_index = part.text, self._read_number, self._read_at, self.events
         index = accumulated = None
+        if self._tally:
+            self._tally.part(part, wire_index, at)
         if text:
             index, accumulated = self._counts.get(part.choice, (0, 0))
             index += 1

@@ -8,6 +8,7 @@ the checks of this module refuse the rest.
 import asyncio
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -16,6 +17,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from proxy.asgi import RECEIVED
 from proxy.front_reply import ReplyCycle
 from proxy.headers import get
 from proxy.refusal import INTERNAL, Refusal
@@ -299,6 +301,7 @@ class FrontProtocol(HttpToolsProtocol):
             return  # it comes again
         self._in_body, self._overhead = False, 0
         if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.scope["state"][RECEIVED] = time.monotonic()
             self.cycle.more_body = False
             self.cycle.message_event.set()
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 log = logging.getLogger("sparseety.proxy")
 
-Reason = Literal["lag", "queue"]
+Reason = Literal["latency", "disk"]
 
 LOOK_SECONDS = 0.1
 CALM_SECONDS = 1.0  # so long without a delay ends a bad time: shorter lulls belong to it, as in a 99th percentile
@@ -34,7 +34,7 @@ class Guard:
         self._thresholds = thresholds
         self.paused: Reason | None = None
         self.spent = 0.0  # seconds of capture work since the last look; whoever does the work adds to it
-        self._troubles: dict[Reason, _Trouble] = {"lag": _Trouble(), "queue": _Trouble()}
+        self._troubles: dict[Reason, _Trouble] = {"latency": _Trouble(), "disk": _Trouble()}
         self._well = 0.0  # while paused: seconds without trouble
         self._captured: float | None = None  # seconds since the last pause ended; None: there was none
         self._hold = thresholds.after  # seconds that things must be well before the capture resumes
@@ -49,8 +49,8 @@ class Guard:
             return self._look_paused(elapsed, lag, fill)
         if self._captured is not None:
             self._captured += elapsed
-        self._troubles["lag"].look(elapsed, own > self._thresholds.lag)
-        self._troubles["queue"].look(elapsed, fill > self._thresholds.fill)
+        self._troubles["latency"].look(elapsed, own > self._thresholds.lag)
+        self._troubles["disk"].look(elapsed, fill > self._thresholds.fill)
         for reason, trouble in self._troubles.items():
             if trouble.seconds > self._thresholds.after:
                 self._pause(reason)
@@ -70,7 +70,7 @@ class Guard:
         if self._well <= self._hold:
             return False
         self.paused, self._captured = None, 0.0
-        self._troubles = {"lag": _Trouble(), "queue": _Trouble()}
+        self._troubles = {"latency": _Trouble(), "disk": _Trouble()}
         return True
 
 
@@ -86,7 +86,7 @@ class _Trouble:
         self.seconds = self.seconds + elapsed if self.calm < CALM_SECONDS else 0.0
 
 
-async def watch(guard: Guard, fill: Callable[[], float], on_pause: Callable[[], None]) -> None:
+async def watch(guard: Guard, fill: Callable[[], float], on_pause: Callable[[Reason], None]) -> None:
     """Look again and again, say what changes. Runs until it is cancelled."""
     last = time.monotonic()
     while True:
@@ -96,13 +96,13 @@ async def watch(guard: Guard, fill: Callable[[], float], on_pause: Callable[[], 
         if not guard.look(elapsed, max(0.0, elapsed - LOOK_SECONDS), fill()):
             continue
         if guard.paused:
-            on_pause()
+            on_pause(guard.paused)
             log.warning("capture paused, serving goes on: %s", _WHY[guard.paused])
         else:
             log.warning("capture resumed")
 
 
 _WHY: dict[Reason, str] = {
-    "lag": "its own work delays the relay (--protect-lag, --protect-after)",
-    "queue": "the log's disk does not keep up and its queue stays full",
+    "latency": "its own work delays the relay (--protect-lag, --protect-after)",
+    "disk": "the log's disk does not keep up and its queue stays full",
 }

@@ -4,18 +4,21 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
 from proxy.capture import Limits, RequestCapture, RequestHead
-from proxy.counters import Counters, LiveStream
-from proxy.headers import HeaderList, get
+from proxy.catalogue import BYTES, OTHER, OVERHEAD, RECORDS, SOURCE, UPSTREAM_ERRORS
+from proxy.counters import Counters, LiveStream, ModelNames
+from proxy.headers import HeaderList, get, is_event_stream
 from proxy.protect import Guard, Thresholds
+from proxy.tally import Decision, Tally
 from sparseety.clock import Clock
 from sparseety.logwriter import LogWriter
-from sparseety.records import AnyRecord, Chunk, Gap, Outcome, RequestStart, Response, Stamps
+from sparseety.metrics import observe
+from sparseety.records import AnyRecord, Chunk, Gap, Outcome, RequestStart, Response, Stamps, StreamDone
 
 log = logging.getLogger("sparseety.proxy")
 
@@ -25,9 +28,19 @@ log = logging.getLogger("sparseety.proxy")
 BATCH_SECONDS = 0.1
 TURN_STEPS = 64  # so that no read waits behind more than a fraction of a millisecond of recording
 WAITING_BYTES = 1 << 22  # that may wait, of all requests
+TIMED_READS = 16  # of so many reads of a reply, one is looked at for what the proxy adds to it
 
 Step = tuple[Callable[..., Iterable[AnyRecord]], tuple[Any, ...]]
 """A method of the capture, and what it is to be called with."""
+
+
+_EVENTS: dict[type, str] = {
+    RequestStart: "request_start",
+    Chunk: "chunk",
+    StreamDone: "stream_done",
+    Response: "response",
+    Gap: "gap",
+}
 
 
 class Recorder:
@@ -40,10 +53,14 @@ class Recorder:
         counters: Counters,
         limits: Limits | None = None,
         guard: Guard | None = None,
+        names: ModelNames | None = None,
     ) -> None:
         self.writer, self.clock, self.counters = writer, clock, counters
         self.limits = limits or Limits()
         self.guard = guard or Guard(Thresholds())
+        self.names = names or ModelNames()
+        self.bytes_in, self.bytes_out = (counters.cell(BYTES, way) for way in ("request", "response"))
+        self.chunk_overhead = counters.cell(OVERHEAD, "chunk")
         self.open: dict[int, Recording] = {}
         self._numbers = itertools.count(1)
         self._waiting: deque[Recording] = deque()  # those with something to be recorded, each once
@@ -66,10 +83,19 @@ class Recorder:
         while self._waiting:
             self._record()
 
+    async def caught_up(self) -> None:
+        """When this returns, all that has happened by now is recorded and counted. In turns, as ever."""
+        for _ in range(len(self._waiting)):
+            if not self._waiting:
+                return
+            self._record()
+            await asyncio.sleep(0)
+
     def put(self, records: list[AnyRecord]) -> None:
         assert self.writer is not None  # without one, nothing is recorded
         self.writer.put_all(records)
-        self.counters.chunks += sum(record.__class__ is Chunk for record in records)
+        for kind, count in Counter(map(type, records)).items():
+            self.counters.add(count, RECORDS, SOURCE, _EVENTS[kind])
 
     def _turn(self) -> None:
         self._record()
@@ -102,37 +128,57 @@ class Recording:
         self._number, self._head, self._recorder = number, head, recorder
         self._guard = recorder.guard
         self.uuid, self._arrived = str(uuid4()), recorder.clock()
-        self._status: int | None = None
+        self.tally = Tally(recorder.counters, recorder.names, head.endpoint, self._arrived)
         self._reads = self._bytes = 0
         self._steps: list[Step] = []  # that are not recorded yet
         self.waiting_bytes = 0  # in them
-        self._skipped = False  # not recorded, or not to its end, because the capture was paused
+        self._decision: Decision = "captured" if recorder.writer else "skipped"
         self._ending: tuple[Outcome, float, str | None] | None = None
         self._capture: RequestCapture | None = None
         try:
             if recorder.writer and self._guard.paused:
                 recorder.put(self._skip())
             elif recorder.writer:
-                self._capture = RequestCapture(number, self.uuid, head, self._arrived, recorder.limits)
+                self._capture = RequestCapture(number, self.uuid, head, self._arrived, recorder.limits, self.tally)
         except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
             recorder.put([self._failed(error)])
 
+    @property
+    def streams(self) -> bool:
+        """Its reply is an event stream, on its way."""
+        return self.tally.streams
+
+    @property
+    def endpoint(self) -> str:
+        return self._head.endpoint or OTHER
+
     def request_body(self, data: bytes) -> None:
+        self._recorder.bytes_in[0] += len(data)
         if capture := self._capture:
             self._later(len(data), capture.request_body, data, self._recorder.clock())
 
-    def request_ended(self) -> None:
+    def request_ended(self, waited: float = 0.0) -> None:
+        """waited: seconds since the client's last byte was received."""
+        self.tally.sent = now = self._recorder.clock()
+        self.tally.began = now - waited
         if capture := self._capture:
-            self._later(0, capture.request_ended, self._recorder.clock())
+            self._later(0, capture.request_ended, now)
 
     def reply_head(self, status: int, headers: HeaderList, ts: float) -> None:
-        self._status = status
+        tally = self.tally
+        tally.status, tally.headers, tally.streams = status, ts, is_event_stream(headers)
+        if status >= 400:
+            self._recorder.counters.add(1, UPSTREAM_ERRORS, "http_5xx" if status >= 500 else "http_4xx")
         if capture := self._capture:
             self._later(0, capture.reply_head, status, headers, ts)
 
     def reply_body(self, data: bytes, ts: float) -> None:
+        recorder = self._recorder
+        if self._reads % TIMED_READS == 0:
+            observe(recorder.chunk_overhead, OVERHEAD.bounds, recorder.clock() - ts)
         self._reads += 1
         self._bytes += len(data)
+        recorder.bytes_out[0] += len(data)
         if capture := self._capture:
             self._later(len(data), capture.reply_body, data, ts)
 
@@ -141,8 +187,15 @@ class Recording:
         self._ending = outcome, self._recorder.clock(), error
         if capture := self._capture:
             self._later(0, capture.ended, *self._ending)
-        elif self._skipped:
+            return
+        if self._decision == "paused":
             self._recorder.put([self._ending_unread(*self._ending)])
+        self._over()
+
+    def _over(self) -> None:
+        """All that will be read of it has been."""
+        if self._ending:
+            self.tally.ended(*self._ending[:2], self._decision)
 
     def _later(self, size: int, step: Callable[..., Iterable[AnyRecord]], *arguments: Any) -> None:
         self._steps.append((step, arguments))
@@ -152,22 +205,21 @@ class Recording:
     def catch_up(self, records: list[AnyRecord]) -> int:
         """Add the records of the steps that wait; returns how many steps those were."""
         steps, self._steps, self.waiting_bytes = self._steps, [], 0
-        if self._capture is None:
-            return len(steps)
         if self._guard.paused:
             records += self._skip()
-            return len(steps)
-        try:
-            for step, arguments in steps:
-                records += step(*arguments)
-        except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
-            records.append(self._failed(error))
+        else:
+            try:
+                for step, arguments in steps:
+                    records += step(*arguments)
+            except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
+                records.append(self._failed(error))
+        self._over()
         return len(steps)
 
     def live(self) -> LiveStream:
         return LiveStream(
             id=self.uuid,
-            endpoint=self._head.endpoint or "other",
+            endpoint=self.endpoint,
             began=self._arrived,
             reads=self._reads,
             bytes=self._bytes,
@@ -192,8 +244,7 @@ class Recording:
             )
         reason = f"capture paused ({self._guard.paused})"
         records.append(Gap(ts=self._recorder.clock(), reason=reason, count=1, captures=[self._number]))
-        self._capture, self._skipped = None, True
-        self._recorder.counters.uncaptured += 1
+        self._capture, self._decision = None, "paused"
         if self._ending:
             records.append(self._ending_unread(*self._ending))
         return records
@@ -204,15 +255,14 @@ class Recording:
             capture=self._number,
             outcome=outcome,
             stamps=Stamps(end=ts),
-            status=self._status,
+            status=self.tally.status,
             bytes=self._bytes,
             unread="capture paused",
             error=error,
         )
 
     def _failed(self, error: Exception) -> Gap:
-        self._capture = None
-        self._recorder.counters.capture_failures += 1
+        self._capture, self._decision = None, "failed"
         log.error("capture %d is given up, its request goes on", self._number, exc_info=error)
         reason = f"capture failed: {type(error).__name__}"
         return Gap(ts=self._recorder.clock(), reason=reason, count=1, captures=[self._number])

@@ -3,18 +3,19 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
 import httpx
 
-from proxy.asgi import Message, Receive, Scope, Send
+from proxy.asgi import RECEIVED, Message, Receive, Scope, Send
 from proxy.capture import RequestHead
-from proxy.counters import Counters
-from proxy.headers import HeaderList, end_to_end, for_upstream, is_event_stream
+from proxy.catalogue import UPSTREAM_ERRORS
+from proxy.headers import HeaderList, end_to_end, for_upstream
 from proxy.recording import Recorder, Recording
 from proxy.transport import ReplyStream
-from proxy.upstream import Upstream, explain
+from proxy.upstream import Upstream, error_type, explain
 from sparseety.clock import Clock
 from sparseety.records import Outcome
 
@@ -101,8 +102,8 @@ class _Body:
     Not a generator: the event loop keeps a list of those, which costs more than this one does.
     """
 
-    def __init__(self, client: Client, recording: Recording) -> None:
-        self._client, self._recording = client, recording
+    def __init__(self, client: Client, recording: Recording, scope: Scope) -> None:
+        self._client, self._recording, self._scope = client, recording, scope
         self._part = b""  # that is being sent on
         self._over = False
 
@@ -119,20 +120,17 @@ class _Body:
             self._part = message.get("body", b"")
             if self._part:
                 return self._part
-        self._recording.request_ended()
+        received = self._scope.get("state", {}).get(RECEIVED)
+        self._recording.request_ended(0.0 if received is None else time.monotonic() - received)
         raise StopAsyncIteration
 
 
 class Relay:
     """Relays requests to one upstream. An ASGI callable for scopes of type http."""
 
-    def __init__(self, upstream: Upstream, recorder: Recorder, counters: Counters, clock: Clock) -> None:
-        self._upstream, self._recorder, self._counters, self._clock = upstream, recorder, counters, clock
+    def __init__(self, upstream: Upstream, recorder: Recorder, clock: Clock) -> None:
+        self._upstream, self._recorder, self._clock = upstream, recorder, clock
         self._open: set[asyncio.Task[None]] = set()
-
-    @property
-    def open_requests(self) -> int:
-        return len(self._open)
 
     def abort(self) -> int:
         """Break off the requests that are still open; returns how many. Each ends with outcome `shutdown`."""
@@ -171,7 +169,6 @@ class Relay:
             finally:
                 outcome, broken = ("client_gone", None) if client.gone else ending
                 recording.ended(outcome, broken)
-                self._counters.requests[(head.endpoint or "other", outcome)] += 1
         # A reply that was begun and not finished: to return now makes the server in front break off the connection.
         # The client must not take it for a complete one.
 
@@ -179,12 +176,10 @@ class Relay:
         """Send the request, pass the reply on. Each read is forwarded at once, and recorded when it is on its way."""
         headers = for_upstream(scope["headers"], self._upstream.authority)
         try:
-            reply = await self._upstream.send(scope["method"], _target(scope), headers, _Body(client, recording))
+            reply = await self._upstream.send(scope["method"], _target(scope), headers, _Body(client, recording, scope))
         except httpx.TransportError as error:
-            return explain(error)
+            return self._failed(error)
         received = self._clock()
-        streams = int(is_event_stream(reply.headers))
-        self._counters.open_streams += streams
 
         async def pass_on(data: bytes) -> None:
             received = self._clock()
@@ -203,12 +198,16 @@ class Relay:
                 async for data in stream:
                     await pass_on(data)
         except httpx.TransportError as error:
-            return explain(error)
+            return self._failed(error)
         finally:
-            self._counters.open_streams -= streams
             await stream.aclose()
         await client.finish()
         return "complete", None
+
+    def _failed(self, error: httpx.TransportError) -> Ending:
+        if kind := error_type(error):
+            self._recorder.counters.add(1, UPSTREAM_ERRORS, kind)
+        return explain(error)
 
 
 def _target(scope: Scope) -> bytes:

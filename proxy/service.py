@@ -12,6 +12,7 @@ from proxy.config import ProxyConfig
 from proxy.counters import Overview
 from proxy.metrics import ProxyMetrics
 from proxy.serving import finish, first, listen, listen_all, serving
+from proxy.upstream import Probe
 from proxy.values import Address
 from proxy.worker import Summary, Worker, build_upstream
 from proxy.workers import Fleet
@@ -51,9 +52,10 @@ class Service:
                 self.writer, self.upstream, self._relaying = None, build_upstream(config), Fleet(config, fronts)
             undo.pop_all()
         self.listen, self.admin = (Address(*each.getsockname()[:2]) for each in (fronts[0], self._admin_socket))
-        ProxyMetrics(registry, self.overview)
+        self._probe = Probe(self.upstream)
+        ProxyMetrics(registry, self.overview, capture=config.capture, upstream_up=lambda: self._probe.up)
         token = config.admin_token.get_secret_value() if config.admin_token else None
-        self._admin_app = build_admin(self, self.upstream, registry, token)
+        self._admin_app = build_admin(self, self._probe, registry, token)
 
     async def look(self, *, streams: bool = False) -> Overview:
         return await self._relaying.look(streams=streams)
@@ -80,7 +82,7 @@ class Service:
             on_ready()
             await first(stop, relaying)
             self.draining = True
-            on_drain((await self.look()).counters.open_requests)
+            on_drain((await self.look()).open_requests)
             with contextlib.suppress(TimeoutError):  # so that balancers see that it is not ready, and stop sending
                 await asyncio.wait_for(hurry.wait(), self._config.drain_delay)
             close.set()

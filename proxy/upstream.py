@@ -2,14 +2,17 @@
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncIterator
 
 import httpx
 
-from proxy.connection import Timeouts
+from proxy.connection import ClosedEarly, Timeouts
 from proxy.headers import HeaderList
 from proxy.transport import Reply, Transport
 from sparseety.records import Outcome
+
+FRESH_SECONDS = 5.0  # how old the answer of a probe may be, as told to others
 
 
 class _Body(httpx.AsyncByteStream):
@@ -72,6 +75,45 @@ class Upstream:
 
     async def aclose(self) -> None:
         await self._transport.aclose()
+
+
+class Probe:
+    """Asks one upstream how it is, and remembers the answer."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self.up: bool | None = None  # None: it was never asked
+        self._asked = -FRESH_SECONDS
+
+    async def trouble(self) -> str | None:
+        """As the upstream's own."""
+        trouble = await self._upstream.trouble()
+        self.up, self._asked = trouble is None, time.monotonic()
+        return trouble
+
+    async def refresh(self) -> None:
+        """See that the answer is no older than a moment."""
+        if time.monotonic() - self._asked > FRESH_SECONDS:
+            await self.trouble()
+
+
+def error_type(error: httpx.TransportError) -> str | None:
+    """What kind of failure of the upstream it is, as a metric's label; None: it is this side's fault."""
+    match error:
+        case httpx.ConnectError() if isinstance(error.__cause__, ssl.SSLError):
+            return "tls"
+        case httpx.ConnectError() | httpx.ConnectTimeout():
+            return "connect"
+        case httpx.ReadTimeout():
+            return "read_timeout"
+        case httpx.WriteTimeout():
+            return "write_timeout"
+        case httpx.LocalProtocolError() | httpx.UnsupportedProtocol():
+            return None
+        case httpx.NetworkError() | ClosedEarly():
+            return "reset"
+        case _:
+            return "protocol"
 
 
 def explain(error: httpx.TransportError) -> tuple[Outcome, str]:

@@ -85,6 +85,13 @@ def read_count(value: Any) -> int:
     return int(text)
 
 
+def read_number(value: Any) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not (text.isascii() and text.isdigit()) or not 1 <= int(text) < 1 << 63:
+        raise ValueError("is not a whole number above 0; example: 20000")
+    return int(text)
+
+
 def read_seconds(value: Any) -> float:
     """A duration; a bare number is seconds."""
     seconds = _amount(value, _SECONDS)

@@ -3,21 +3,34 @@
 import asyncio
 import socket
 import ssl
+from collections import Counter
 
 import msgspec
 
 from proxy.app import ProxyApp
 from proxy.capture import ENDPOINTS, Limits
+from proxy.catalogue import (
+    DROP_REASONS,
+    FLUSH,
+    PAUSES,
+    RECORDS_DROPPED,
+    RECORDS_WRITTEN,
+    REQUESTS,
+    SEGMENT_EVENTS,
+    SEGMENTS,
+    SOURCE,
+    WRITTEN_BYTES,
+)
 from proxy.config import ProxyConfig
-from proxy.counters import Counters, LiveStream, Overview, Report, overview_of
+from proxy.counters import Counters, LiveStream, ModelNames, Overview, Present, Report
 from proxy.logs import keep_contents_out
-from proxy.protect import Guard, Thresholds, watch
+from proxy.protect import Guard, Reason, Thresholds, watch
 from proxy.recording import Recorder
 from proxy.serving import finish, first, serving
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
-from sparseety.logwriter import LogWriter
+from sparseety.logwriter import LogWriter, Written
 from sparseety.records import Scope
 from sparseety.segments import Rotation
 
@@ -32,15 +45,15 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def requests(self) -> int:
-        return sum(self.counters.requests.values())
+        return self.counters.total(REQUESTS)
 
     @property
     def written(self) -> int:
-        return self.counters.records_written
+        return self.counters.total(RECORDS_WRITTEN)
 
     @property
     def lost(self) -> int:
-        return self.counters.records_lost
+        return self.counters.total(RECORDS_DROPPED)
 
 
 # The two places where settings become parts.
@@ -72,6 +85,17 @@ def build_writer(config: ProxyConfig, clock: Clock) -> LogWriter | None:
         raise SparseetyError(f"{error}, or --no-capture to relay only") from None
 
 
+def take_over(counters: Counters, done: Written) -> None:
+    """What the log's writer has counted itself."""
+    counters.cell(RECORDS_WRITTEN, SOURCE)[0] = done.records
+    counters.cell(WRITTEN_BYTES, SOURCE)[0] = done.bytes
+    counters.cell(FLUSH, SOURCE)[:] = done.flushes
+    for reason in DROP_REASONS:
+        counters.cell(RECORDS_DROPPED, SOURCE, reason)[0] = done.dropped[reason]
+    for event in SEGMENT_EVENTS:
+        counters.cell(SEGMENTS, SOURCE, event)[0] = done.segments[event]
+
+
 class Worker:
     """What one process relays with: its log, its connections upstream, its counters."""
 
@@ -83,7 +107,8 @@ class Worker:
         self._counters = Counters()
         self._guard = Guard(Thresholds(lag=config.protect_lag, after=config.protect_after))
         limits = Limits(**config.limits())
-        self._recorder = Recorder(self.writer, clock, self._counters, limits, self._guard)
+        self._names = names = ModelNames(config.metrics_models)
+        self._recorder = Recorder(self.writer, clock, self._counters, limits, self._guard, names)
         self._app = ProxyApp(self.upstream, self._recorder)
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event, listening: asyncio.Event) -> Summary:
@@ -107,27 +132,42 @@ class Worker:
         return Summary(self.report().counters, broken, log_closed)
 
     async def look(self, *, streams: bool = False) -> Overview:
-        return overview_of([self.report(streams=streams)])
+        return Overview([await self.newest_report(streams=streams)], names=self._names)
 
     def overview(self) -> Overview:
-        return overview_of([self.report()])
+        return Overview([self.report()], names=self._names)
+
+    async def newest_report(self, *, streams: bool = False) -> Report:
+        """With all that has happened by now."""
+        await self._recorder.caught_up()
+        return self.report(streams=streams)
 
     def report(self, *, streams: bool = False) -> Report:
-        counters = self._counters
-        counters.open_requests = self._app.relay.open_requests
+        """As far as it is counted, which is a tenth of a second ago."""
         if self.writer:
-            counters.records_written, counters.records_lost = self.writer.written, self.writer.lost
+            take_over(self._counters, self.writer.done)
         live = [recording.live() for recording in self._recorder.open.values()] if streams else []
-        healthy = self.writer is None or self.writer.healthy
-        return Report(counters, log_healthy=healthy, paused=self._guard.paused, streams=live)
+        return Report(self._counters, self._present(), live)
+
+    def _present(self) -> Present:
+        recordings = self._recorder.open.values()
+        present = Present(
+            open=Counter(recording.endpoint for recording in recordings),
+            open_streams=sum(recording.streams for recording in recordings),
+            paused=self._guard.paused,
+        )
+        if self.writer:
+            present.log_healthy, present.queue = self.writer.healthy, self.writer.queue
+            present.last_write, present.disk_free = self.writer.done.last, self.writer.done.disk_free
+        return present
 
     async def _watch(self) -> None:
         if self.writer and self._config.protect:
             writer = self.writer
             await watch(self._guard, lambda: writer.fill, self._paused)
 
-    def _paused(self) -> None:
-        self._counters.pauses += 1
+    def _paused(self, reason: Reason) -> None:
+        self._counters.add(1, PAUSES, SOURCE, reason)
 
     async def _drain(self, front: asyncio.Task[None], hurry: asyncio.Event) -> list[LiveStream]:
         """Wait for the open requests, then break off the rest; returns those."""

@@ -18,7 +18,7 @@ import msgspec
 import uvloop
 
 from proxy.config import ProxyConfig
-from proxy.counters import Counters, LiveStream, Overview, Report, overview_of
+from proxy.counters import Counters, LiveStream, ModelNames, Overview, Report
 from proxy.serving import CLOSING_SECONDS, rest_collector
 from proxy.worker import LOG_CLOSING_SECONDS, Summary, Worker
 from sparseety.clock import monotonic_clock
@@ -121,6 +121,7 @@ class Fleet:
         self._config = config
         self._slots = [_Slot(number, opened) for number, opened in enumerate(sockets, start=1)]
         self._gone = Counters()  # the sums of workers that have ended
+        self._names = ModelNames(config.metrics_models)
         self._restarts = 0
         self._serials = count(1)
         self._stopping = asyncio.Event()
@@ -153,10 +154,9 @@ class Fleet:
 
     def overview(self) -> Overview:
         reports = [slot.report for slot in self._slots if slot.report is not None]
-        overview = overview_of(reports, gone=self._gone, workers=len(self._slots), restarts=self._restarts)
         latest = time.monotonic() - SILENT_SECONDS
-        overview.silent = sum(slot.report is not None and slot.heard < latest for slot in self._slots)
-        return overview
+        silent = sum(slot.report is not None and slot.heard < latest for slot in self._slots)
+        return Overview(reports, self._gone, self._names, len(self._slots), self._restarts, silent)
 
     def _ask(self, slot: _Slot, streams: bool) -> asyncio.Future[None]:
         serial = next(self._serials)
@@ -271,8 +271,7 @@ class Fleet:
     def _bury(self, slot: _Slot) -> None:
         """In one go, so that no scrape sees its counts twice or not at all."""
         if slot.report:
-            slot.report.counters.forget_now()
-            self._gone.add(slot.report.counters)
+            self._gone.merge(slot.report.counters, self._names)
         slot.report = None
         for question in slot.questions.values():
             _answer(question)
@@ -329,7 +328,7 @@ async def _obey(
     while (frame := await _receive(reader)) is not None:
         match _decode_order(frame):
             case Ask(serial, streams):
-                _send(writer, Told(serial, worker.report(streams=streams)))
+                _send(writer, Told(serial, await worker.newest_report(streams=streams)))
             case Stop():
                 stop.set()
             case Hurry():

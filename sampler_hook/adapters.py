@@ -254,6 +254,28 @@ def served_names(model_config: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or [])
 
 
+def served_as(config: Any) -> str:
+    """The model's name as vLLM's own metrics have it."""
+    return next(iter(served_names(config.model_config)), str(config.model_config.model))
+
+
+def engines(config: Any) -> int:
+    """How many data-parallel engines the server has."""
+    return int(getattr(config.parallel_config, "data_parallel_size", 1) or 1)
+
+
+def workers(config: Any) -> int:
+    """Over how many an engine's model is spread."""
+    parallel = config.parallel_config
+    return int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+
+
+def layers(config: Any) -> int:
+    """How many the model has, by its configuration; 0: it does not say."""
+    count = getattr(text_config(config.model_config), "num_hidden_layers", 0)
+    return count if isinstance(count, int) else 0
+
+
 def data_parallel_rank(config: Any) -> int:
     # Engines of a dense model all have data_parallel_rank 0; where there is an index, it is the rank of before that.
     parallel = config.parallel_config

@@ -54,6 +54,10 @@ class Tap:
         self._place, self._own = place_now, own
         place_now.capture_fn = _callback(own, kept, self._note)
 
+    @property
+    def on(self) -> bool:
+        return self._place is not None
+
     def take_off(self) -> None:
         if self._place is not None and hasattr(self._place.capture_fn, _OURS):
             self._place.capture_fn = self._own

@@ -66,9 +66,8 @@ class Counting:
         self._taps: list[Tap] = []
         self._silent_reported = False
 
-    def attach(self, put: Put | None = None) -> None:
-        """Put the hooks on, and write what is counted. Again, after they were taken off: `put` is where to, then."""
-        self._put = put or self._put
+    def attach(self) -> None:
+        """Put the hooks on, and write what is counted. Again, after they were taken off."""
         counters.live[self._number] = self.start.threshold
         if not (self._handles or self._taps):
             self._register()
@@ -115,10 +114,10 @@ class Counting:
         self.detach()
         return requests
 
-    def resume(self, put: Put) -> None:
+    def resume(self) -> None:
         """Put them on again."""
         self.start = replace(self.start, ts=self._clock())
-        self.attach(put)
+        self.attach()
 
     def set_threshold(self, threshold: float) -> None:
         """Count near zeros by another threshold from the next step on. What was counted so far is written down first,
@@ -180,6 +179,22 @@ class Counting:
             what = f"not at {', '.join(silent)}: these modules are not called"
         log.error("sparseety: sparsity was asked for and is observed %s", what)
         self._put(Gap(ts=self._clock(), reason=f"sparsity observed {what}", count=len(silent)))
+
+    def hooks(self) -> dict[str, dict[str, int]]:
+        """How many modules are to be counted, have our hook, and were seen written: by kind, where it is asked for."""
+        on = self._number in counters.live
+        plain = sum(not router.by_callback for router in self.start.routers)
+        sites, routers = len(self.start.sites), len(self.start.routers)
+        tapped = sum(tap.on for tap in self._taps)
+        states = {
+            SPARSITY: ("ffn_act", sites, sites, len(self._counters.written_sites)),
+            EXPERTS: ("router", routers, plain + tapped, len(self._counters.written_routers)),
+        }
+        return {
+            site: {"expected": expected, "attached": attached if on else 0, "fired": fired}
+            for kind, (site, expected, attached, fired) in states.items()
+            if kind in self._wanted
+        }
 
     def silent(self) -> Iterator[str]:
         """Names of sites and routers that have not been seen written."""

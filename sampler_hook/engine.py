@@ -6,14 +6,14 @@ Whoever calls either catches what it raises.
 
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from sampler_hook import adapters
-from sampler_hook.scribe import FOR_WORKERS, OVERHEAD_BOUNDS, Scribe, TakenStep
+from sampler_hook.scribe import FOR_WORKERS, Scribe, TakenStep
 from sparseety.clock import Clock
+from sparseety.metrics import OVERHEAD_SECONDS, observe
 from sparseety.records import EngineEvent
 
 EXTERNAL_ID = "_sparseety_external_id"  # put on vLLM's Request, which does not carry it itself
@@ -105,14 +105,11 @@ class EngineCapture:
             step.evicted, self._evicted = self._evicted, []
         self._rows_in += len(step.taken)
         self._queue(self._record_step, (step,))
-        self._observe(self._took_ns + time.perf_counter_ns() - began)
+        took = self._took_ns + time.perf_counter_ns() - began
+        observe(self.scribe.counts.overhead, OVERHEAD_SECONDS, took / 1e9)
         if self._rows_in - self._rows_out > PENDING_ROWS and self._draining.acquire(blocking=False):
             self._draining.release()
             self.drain(2)
-
-    def _observe(self, nanoseconds: int) -> None:
-        self.scribe.counts.overhead[bisect_left(OVERHEAD_BOUNDS, nanoseconds / 1e9)] += 1
-        self.scribe.counts.overhead_ns += nanoseconds
 
     def step_failed(self, error: BaseException) -> None:
         """vLLM itself failed in taking a step's result: what it accepted of it is not known."""

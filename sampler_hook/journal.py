@@ -1,5 +1,6 @@
 """One engine's log: its writer, what follows the scheduler for it, and its published numbers."""
 
+import logging
 import os
 import time
 import weakref
@@ -10,6 +11,7 @@ from typing import Any
 from sampler_hook import adapters, figures, identity
 from sampler_hook.attention import layers
 from sampler_hook.control import ControlFile
+from sampler_hook.detail import series
 from sampler_hook.engine import EngineCapture
 from sampler_hook.kv import KvLedger
 from sampler_hook.metrics import Publisher, Sample
@@ -18,8 +20,10 @@ from sampler_hook.settings import HookSettings
 from sampler_hook.wrapping import Site
 from sparseety.clock import Clock
 from sparseety.logwriter import LogWriter
-from sparseety.records import AnyRecord, Gap, Scope
+from sparseety.records import AnyRecord, EngineEvent, Gap, Scope
 from sparseety.sampling import key_id
+
+log = logging.getLogger("vllm.sparseety")
 
 # vLLM's default is to kill its engine at once after asking it to end; what is not written by then is lost.
 _FLUSH_SECONDS = 0.01
@@ -66,9 +70,10 @@ class Journal:
             strangers = list(getattr(scheduler, "requests", ()))
             if strangers:
                 self.writer.put(Gap(ts=clock(), reason="under way when recording began", count=len(strangers)))
-            self.model = next(iter(adapters.served_names(config.model_config)), str(config.model_config.model))
+            self.model = adapters.served_as(config)
             self._kinds: Counter[str] = Counter() if before is None else before._kinds
-            self._publisher: Publisher = Publisher(os.environ) if before is None else before._publisher
+            self._events: Counter[str] = Counter() if before is None else before._events
+            self._publisher: Publisher = _publisher(settings, config) if before is None else before._publisher
             scribe = Scribe(
                 self._put,
                 clock,
@@ -97,6 +102,8 @@ class Journal:
 
     def _put(self, record: AnyRecord) -> bool:
         self._kinds[record.__struct_config__.tag] += 1  # type: ignore[index]
+        if isinstance(record, EngineEvent):
+            self._events[record.kind] += 1
         return self.writer.put(record)
 
     def follow(self, parts: Collection[str]) -> None:
@@ -141,6 +148,7 @@ class Journal:
             return
         counts = self.counts
         self._publisher.write(figures.of_counts(counts, self.model, self.engine))
+        self._publisher.write(figures.of_events(self._events, self.engine))
         self._publisher.write(hooks)
         self._publisher.write(
             figures.of_capture(
@@ -151,3 +159,14 @@ class Journal:
                 paused=paused,
             )
         )
+
+
+def _publisher(settings: HookSettings, config: Any) -> Publisher:
+    most = series(engines=adapters.engines(config))
+    if most <= settings.max_series:
+        return Publisher(os.environ)
+    log.warning(
+        "sparseety: metrics may be %d series, more than SPARSEETY_HOOK_MAX_SERIES=%d: none are published",
+        *(most, settings.max_series),
+    )
+    return Publisher({})

@@ -6,22 +6,21 @@ use that mode: then the plugin names a folder of its own for the engine, and col
 """
 
 import atexit
+import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sampler_hook.catalogue import SUMMED
+from sparseety.metrics import Metric
+
 VLLMS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+_numbers = itertools.count()
 OUR_FOLDER = "SPARSEETY_METRICS_DIR"  # set by the process that was started first, for those it starts
-
-
-class Metric(NamedTuple):
-    name: str  # without _total
-    kind: str  # counter, gauge, histogram
-    help: str  # begins with the stability word
 
 
 class Sample(NamedTuple):
@@ -52,29 +51,47 @@ def _remove(folder: str, pid: int) -> None:
 
 
 class Publisher:
-    """Writes the numbers of one process. Its files outlive it, as counters should. Raises OSError."""
+    """Writes the numbers of one process, or of a part of it. Its files outlive it, as counters should."""
 
-    def __init__(self, environ: MutableMapping[str, str]) -> None:
-        self._folder = environ.get(VLLMS_FOLDER) or environ.get(OUR_FOLDER)
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.folder = environ.get(VLLMS_FOLDER) or environ.get(OUR_FOLDER)
+        # No two of a process share a file. Beside vLLM's own files, and never of their name: <kind>_<pid>.db.
+        self._name = f"sparseety-{os.getpid()}-{next(_numbers)}"
         self._files: dict[str, Any] = {}
+        self._written: dict[tuple[str, ...], tuple[str, float]] = {}  # key and value, by name and labels
 
     def write(self, samples: Iterable[Sample]) -> None:
-        """Set each sample to its value."""
-        if not self._folder:
+        """Set each sample to its value. Raises OSError."""
+        if not self.folder:
             return
-        from prometheus_client.mmap_dict import MmapedDict, mmap_key
-
+        now = time.time()
         for metric, labels, value, suffix in samples:
-            file = self._files.get(metric.kind)
-            if file is None:
-                # Beside vLLM's own files, and never of their name: <kind>_<pid>.db, gauge_<mode>_<pid>.db.
-                stem = "gauge_max" if metric.kind == "gauge" else metric.kind
-                path = Path(self._folder) / f"{stem}_sparseety-{os.getpid()}.db"
-                file = self._files[metric.kind] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
-            key = mmap_key(metric.name, metric.name + suffix, list(labels), list(labels.values()), metric.help)
-            file.write_value(key, value, time.time())
+            name = (metric.name, suffix, *labels.values())
+            key, before = self._written.get(name, ("", None))
+            if before == value:
+                continue
+            key = key or _key(metric, labels, suffix)
+            self._file(metric).write_value(key, value, now)
+            self._written[name] = key, value
+
+    def _file(self, metric: Metric) -> Any:
+        # How the collector puts the gauges of several processes together stands in the file's name.
+        stem = metric.kind if metric.kind != "gauge" else "gauge_sum" if metric.name in SUMMED else "gauge_max"
+        if stem not in self._files:
+            from prometheus_client.mmap_dict import MmapedDict
+
+            path = Path(self.folder or "") / f"{stem}_{self._name}.db"
+            self._files[stem] = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+        return self._files[stem]
 
     def close(self) -> None:
         files, self._files = self._files, {}
         for file in files.values():
             file.close()
+
+
+def _key(metric: Metric, labels: dict[str, str], suffix: str) -> str:
+    from prometheus_client.mmap_dict import mmap_key
+
+    key: str = mmap_key(metric.name, metric.name + suffix, list(labels), list(labels.values()), metric.text)
+    return key

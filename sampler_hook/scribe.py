@@ -10,11 +10,11 @@ from sampler_hook.attention import read
 from sampler_hook.kv import KvLedger
 from sampler_hook.recorder import EngineRecorder, Entry, Put
 from sparseety.clock import Clock
+from sparseety.metrics import OVERHEAD_SECONDS, Cell, new_cell
 from sparseety.records import AttentionLayers, Gap, Kv, Row
 
 # On a SchedulerOutput, which is pickled to the workers: {step, skip, capture, near_zero}.
 FOR_WORKERS = "_sparseety"
-OVERHEAD_BOUNDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)  # seconds
 
 _NO_IDS: list[int] = []
 
@@ -44,8 +44,7 @@ class Counts:
     drafts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "rejected": 0})
     accepted_lengths: dict[int, int] = field(default_factory=dict)  # accepted drafts of a row -> rows
     attended: dict[str, list[int]] = field(default_factory=dict)  # layer type -> [read, before]
-    overhead: list[int] = field(default_factory=lambda: [0] * (len(OVERHEAD_BOUNDS) + 1))  # steps by bound
-    overhead_ns: int = 0
+    overhead: Cell = field(default_factory=lambda: new_cell(OVERHEAD_SECONDS))  # seconds of each step
     last_event: float = 0.0
 
 

@@ -11,6 +11,9 @@ KINDS = frozenset({"tokens", "kv", "sparsity", "experts", "weights"})
 # Of these, what the workers record. sampler_hook/worker.py has it; the engine tells it the step and the choice.
 WORKER_KINDS = frozenset({"sparsity", "experts", "weights"})
 
+# How finely sparsity is published: sampler_hook/detail.py.
+DETAILS = ("totals", "layer", "expert")
+
 _YES, _NO = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", "no", "off"})
 
 
@@ -24,6 +27,8 @@ class HookSettings:
     near_zero: float = 1e-6  # activations no larger than this count as near zero
     control: Path | None = None  # a file with what changes while vLLM runs; absolute
     metrics: bool = True  # publish on vLLM's own /metrics
+    detail: str = "layer"  # of DETAILS
+    max_series: int = 20_000  # of ours in one scrape of vLLM's /metrics; above it, less is published
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "HookSettings | None":
@@ -41,6 +46,8 @@ class HookSettings:
             _number(environ, "SPARSEETY_HOOK_NEAR_ZERO", default=1e-6, most=1e9),
             Path(control).expanduser().absolute() if control else None,
             _flag(environ, "SPARSEETY_HOOK_METRICS", default="1"),
+            _one_of(DETAILS, environ, "SPARSEETY_HOOK_METRICS_DETAIL", default="layer"),
+            int(_number(environ, "SPARSEETY_HOOK_MAX_SERIES", default=20_000, most=1e9)),
         )
 
 
@@ -51,6 +58,13 @@ def _flag(environ: Mapping[str, str], name: str, default: str = "") -> bool:
     if value in _NO:
         return False
     raise SparseetyError(f"{name}={environ[name]!r} is neither yes nor no; example: {name}=1")
+
+
+def _one_of(names: tuple[str, ...], environ: Mapping[str, str], name: str, *, default: str) -> str:
+    value = environ.get(name, "").strip().lower() or default
+    if value not in names:
+        raise SparseetyError(f"{name}={environ[name]!r} is not one of {', '.join(names)}")
+    return value
 
 
 def _kinds(environ: Mapping[str, str], name: str) -> frozenset[str]:

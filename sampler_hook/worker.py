@@ -21,10 +21,11 @@ from sampler_hook.control import ControlFile
 from sampler_hook.counting import Counting, weights
 from sampler_hook.settings import HookSettings
 from sampler_hook.sparsity_settings import WEIGHTS, SparsitySettings
+from sampler_hook.worker_metrics import WorkerMetrics, metrics_of
 from sparseety.clock import monotonic_clock
 from sparseety.errors import SparseetyError
 from sparseety.logwriter import LogWriter
-from sparseety.records import Gap, Scope, SparsityStart, Weights
+from sparseety.records import AnyRecord, Gap, Scope, SparsityStart, Weights
 
 log = logging.getLogger("vllm.sparseety")
 
@@ -78,8 +79,12 @@ class WorkerPart:
         self._weights: Weights | None = None
         self._put_on: set[str] = set()  # instance attributes that are ours
         self._off = False  # for good
+        self._faults = 0
+        self._metrics: WorkerMetrics | None = None
         self._switching = threading.Lock()
+        self._publishing = threading.Lock()
         self._closing = threading.Event()
+        self._ended = threading.Event()
 
     def attach(self) -> None:
         for name in ("load_model", "compile_or_warm_up_model", "execute_model", "shutdown"):
@@ -119,6 +124,7 @@ class WorkerPart:
             self._switch_off(error)
 
     def _switch_off(self, error: Exception) -> None:
+        self._faults += 1
         if isinstance(error, SparseetyError):
             log.error("sparseety: sparsity is not counted: %s", error)
         else:
@@ -127,7 +133,7 @@ class WorkerPart:
             self.detach()
             if self._writer is not None:
                 reason = f"counting sparsity switched itself off: {type(error).__name__}"
-                self._writer.put(Gap(ts=self._clock(), reason=reason, count=1))
+                self._put(Gap(ts=self._clock(), reason=reason, count=1))
         except Exception:
             log.exception("sparseety: and could not be taken off")
         self._counting, self._counts = None, False
@@ -189,13 +195,13 @@ class WorkerPart:
         runner, config = self._worker.model_runner, self._worker.vllm_config
         if reason := adapters.rows_are_not_the_batch(config):
             raise SparseetyError(f"a request's rows cannot be told from others': {reason}")
-        writer = self._open_log()
+        self._open_log()
         atexit.register(self.close)
         multiprocessing_util.Finalize(None, self.close, exitpriority=0)  # vLLM's children end without atexit
         counting = Counting(
             adapters.language_model(runner),
             _start(self._worker, self._settings, self._clock()),
-            put=writer.put,
+            put=self._put,
             clock=self._clock,
             rows=adapters.rows_of_a_step(config),
             device=runner.device,
@@ -205,8 +211,9 @@ class WorkerPart:
             captured=adapters.captures_experts(config),
             compiled=adapters.is_compiled(config),
         )
+        self._publish_from_here(counting)
         if WEIGHTS in self._settings.kinds:
-            writer.put(self._weights or weights(adapters.language_model(runner), self._clock()))
+            self._put(self._weights or weights(adapters.language_model(runner), self._clock()))
         self._counting, self._batches = counting, adapters.BatchReader(config)
         counting.attach()
         self._counts = True
@@ -217,11 +224,22 @@ class WorkerPart:
         )
         if self._hook.control is not None:
             self._look_at_control()
-            threading.Thread(target=self._watch, name="sparseety-control", daemon=True).start()
+        if self._hook.control is not None or self._metrics is not None:
+            threading.Thread(target=self._attend, name="sparseety-attendant", daemon=True).start()
 
-    def _open_log(self) -> LogWriter:
-        self._writer = writer = LogWriter(self._hook.folder, "worker", Scope(), clock=self._clock)
-        return writer
+    def _open_log(self) -> None:
+        self._writer = LogWriter(self._hook.folder, "worker", Scope(), clock=self._clock)
+
+    def _put(self, record: AnyRecord) -> bool:
+        if self._metrics is not None:
+            self._metrics.note(record)
+        return self._writer is not None and self._writer.put(record)
+
+    def _publish_from_here(self, counting: Counting) -> None:
+        try:
+            self._metrics = metrics_of(self._hook, os.environ, self._worker.vllm_config, counting)
+        except Exception:
+            log.exception("sparseety: the metrics of sparsity cannot be published; it is counted")
 
     def _computed(self, scheduler_output: Any) -> None:
         counting = self._counting
@@ -244,15 +262,28 @@ class WorkerPart:
 
     # ------------------------------------------------------------------------------------------------- the switch
 
-    def _watch(self) -> None:
-        """Look at the control file. Where the worker is on another machine than the engine and has no such file, the
-        engine's word alone holds, and stops the counts but not the counters."""
-        while not self._closing.wait(_LOOK_SECONDS):
-            try:
-                self._look_at_control()
-            except Exception:
-                log.exception("sparseety: the control file is not looked at any more in this worker")
+    def _attend(self) -> None:
+        """Look at the control file, and publish. Where the worker is on another machine than the engine and has no such
+        file, the engine's word alone holds, and stops the counts but not the counters."""
+        looking = self._hook.control is not None
+        while not self._ended.wait(_LOOK_SECONDS):
+            if looking:
+                try:
+                    self._look_at_control()
+                except Exception:
+                    looking = False
+                    log.exception("sparseety: the control file is not looked at any more in this worker")
+            self._publish()
+
+    def _publish(self) -> None:
+        with self._publishing:
+            if self._metrics is None or self._pid != os.getpid():
                 return
+            try:
+                self._metrics.publish(self._faults)
+            except Exception:
+                self._metrics = None  # which takes no more records, then
+                log.exception("sparseety: the metrics of sparsity are not published any more; it is counted")
 
     def _look_at_control(self) -> None:
         with contextlib.suppress(SparseetyError):  # the engine says it
@@ -275,14 +306,15 @@ class WorkerPart:
                     self._unwrap(name)
         if self._counts:
             self._batches = adapters.BatchReader(self._worker.vllm_config)
-            counting.resume(self._open_log().put)
+            self._open_log()
+            counting.resume()
             log.info("sparseety: sparsity is counted again")
             return
         requests, writer = counting.pause(), self._writer
         if writer is not None:
             if requests:
                 reason = "counting was switched off by the operator"
-                writer.put(Gap(ts=self._clock(), reason=reason, count=requests))
+                self._put(Gap(ts=self._clock(), reason=reason, count=requests))
             # Closing waits for the disk.
             threading.Thread(target=writer.close, name="sparseety-log-closing").start()
         log.info("sparseety: sparsity is not counted any more; the workers have vLLM's own methods back")
@@ -296,6 +328,12 @@ class WorkerPart:
             counting.close()
         self._counts = False
         self._writer.close()
+        self._ended.set()
+        self._publish()
+        with self._publishing:
+            metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            metrics.close()
 
 
 def _start(worker: Any, settings: SparsitySettings, ts: float) -> SparsityStart:

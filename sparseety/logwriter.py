@@ -1,5 +1,6 @@
 """Writes the capture log: a bounded queue that never makes its caller wait, and a thread that fills segments."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,6 +14,7 @@ import msgspec
 import sparseety
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
+from sparseety.metrics import FLUSH_SECONDS, Cell, new_cell, observe
 from sparseety.records import (
     FORMAT_VERSION,
     AnyRecord,
@@ -42,6 +44,7 @@ _STUCK_SECONDS = 5.0  # a write that takes longer is trouble
 _CLOSE_SECONDS = 10.0  # what a disk that does not answer may hold up the end of the program
 _SAY_AGAIN_SECONDS = 60.0
 _ENOUGH = 1.05  # times min_free_bytes: recording resumes
+_LOOK_SECONDS = 5.0  # how old the free space on the disk may be, as told to others
 
 
 @dataclass(slots=True)
@@ -82,6 +85,29 @@ class _Loss:
         )
 
 
+@dataclass(slots=True)
+class Written:
+    """What a writer has done so far, for whoever publishes it. Read it from any thread."""
+
+    records: int = 0  # in the log
+    bytes: int = 0  # in the log, before compression
+    dropped: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown"), 0
+        )
+    )
+    flushes: Cell = field(default_factory=lambda: new_cell(FLUSH_SECONDS))  # seconds of each write
+    last: float | None = None  # when the disk last took something, by the writer's clock
+    disk_free: int | None = None  # bytes
+    segments: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("opened", "closed", "packed", "deleted"), 0)
+    )
+
+
+class LowDisk(OSError):
+    """Less is free than has to be left."""
+
+
 class LogWriter:
     """Writes records from any thread, through a queue of bounded size, with one thread of its own.
 
@@ -120,8 +146,8 @@ class LogWriter:
         self._repeated: dict[type, bytes] = {}  # what each segment needs said again: earlier ones may be gone
         self._displacement: Gap | None = None  # said in the next segment's head
         self._segment: Segment | None = None
-        self.written = 0  # records in the log
-        self.lost = 0  # records that never got there
+        self.done = Written()
+        self._looked = -_LOOK_SECONDS  # at the free space, by the monotonic clock
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
         self._lines: list[bytes] = []
@@ -139,9 +165,19 @@ class LogWriter:
             raise SparseetyError(
                 f"cannot write logs in {folder}/: {error.strerror}; give a folder that this user may write"
             ) from None
-        self._tidier = Tidier(folder, source, self._opening.host, self.rotation)
+        self._tidier = Tidier(folder, source, self._opening.host, self.rotation, self.done.segments)
         self._thread = threading.Thread(target=self._run, name=f"sparseety-log-{source}", daemon=True)
         self._thread.start()
+
+    @property
+    def written(self) -> int:
+        """Records in the log."""
+        return self.done.records
+
+    @property
+    def lost(self) -> int:
+        """Records that never got there."""
+        return sum(self.done.dropped.values())
 
     @property
     def healthy(self) -> bool:
@@ -149,6 +185,11 @@ class LogWriter:
         since = self._busy_since
         stuck = since is not None and time.monotonic() - since > _STUCK_SECONDS
         return self._thread.is_alive() and self._failing is None and not stuck
+
+    @property
+    def queue(self) -> tuple[int, int]:
+        """Bytes in use, and how many there may be."""
+        return self._queued_bytes, self._max_queue_bytes
 
     @property
     def fill(self) -> float:
@@ -160,7 +201,7 @@ class LogWriter:
         try:
             line = _encode(record) + b"\n"
         except (UnicodeEncodeError, TypeError, ValueError, OverflowError) as error:
-            return self._lose(record, f"not encodable: {type(error).__name__}")
+            return self._lose(record, f"not encodable: {type(error).__name__}", "serialize_error")
         size = len(line) + _LINE_OVERHEAD
         with self._lock:
             if not self._closed and self._queued_bytes + size <= self._max_queue_bytes:
@@ -169,7 +210,9 @@ class LogWriter:
                 if record.__class__ is EngineStart or (record.__class__ is EngineEvent and record.kind == "control"):
                     self._repeated[record.__class__] = line
                 return True
-        return self._lose(record, "written after the log was closed" if self._closed else "queue full")
+        if self._closed:
+            return self._lose(record, "written after the log was closed", "shutdown")
+        return self._lose(record, "queue full", "queue_full")
 
     def put_all(self, records: list[AnyRecord]) -> None:
         """As `put` for each of them, for less. Not for what later segments repeat."""
@@ -193,16 +236,18 @@ class LogWriter:
                 lines, self._lines = self._lines, []
                 size = self._queued_bytes
                 loss, self._loss = self._loss, _Loss()
-            self._busy_since = time.monotonic()
+            self._busy_since = begun = time.monotonic()
             try:
                 if loss.count:
                     lines.insert(0, _line(loss.gap(self._clock())))
                 self._write(lines)
             except Exception as error:
                 log.exception("a bug while writing %s; writing goes on", self.path)
-                self._lose_lines(lines, f"not written: {type(error).__name__}")
+                self._lose_lines(lines, f"not written: {type(error).__name__}", "write_error")
             finally:
                 self._busy_since = None
+                if lines:
+                    observe(self.done.flushes, FLUSH_SECONDS, time.monotonic() - begun)
                 with self._lock:
                     self._queued_bytes -= size
 
@@ -221,7 +266,7 @@ class LogWriter:
         if not self._thread.is_alive():
             return True
         with self._lock:
-            self.lost += len(self._lines)
+            self.done.dropped["shutdown"] += len(self._lines)
         log.error("the disk under %s does not answer; the last records are lost", self.path)
         return False
 
@@ -244,16 +289,39 @@ class LogWriter:
             while done < len(lines):
                 segment = self._usable_segment()
                 batch = lines[done : done + self._fitting(lines, done, segment)]
-                kept, error = segment.append(batch)
+                kept, error = self._append(segment, batch)
                 done += kept
-                self.written += kept
                 if error:
                     raise error
+            self._look_at_disk()
         except OSError as error:
-            self._lose_lines(lines[done:], f"not written: {error.strerror}")
+            self._look_at_disk()
+            why = "disk_low" if isinstance(error, LowDisk) else "write_error"
+            self._lose_lines(lines[done:], f"not written: {error.strerror}", why)
             self._say_failed(error)
             return
         self._say_works()
+
+    def _append(self, segment: Segment, lines: list[bytes]) -> tuple[int, OSError | None]:
+        """As the segment's own, and counted."""
+        before = segment.size
+        kept, error = segment.append(lines)
+        self._count(kept, segment.size - before)
+        return kept, error
+
+    def _count(self, records: int, size: int) -> None:
+        if records:
+            self.done.records += records
+            self.done.bytes += size
+            self.done.last = self._clock()
+
+    def _look_at_disk(self) -> None:
+        """In the writing thread, for on a disk that hangs to look hangs too."""
+        now = time.monotonic()
+        if self._segment and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            with contextlib.suppress(OSError):
+                self.done.disk_free = self._segment.free_bytes()
 
     def _fitting(self, lines: list[bytes], first: int, segment: Segment) -> int:
         """How many lines to write at once: what the segment still holds, and no less than one."""
@@ -286,7 +354,8 @@ class LogWriter:
         self._next_segment += 1
         self.path = segment.path
         self._displacement = None
-        self.written += segment.records
+        self._count(segment.records, segment.size)
+        self.done.segments["opened"] += 1
         return segment
 
     def _repeated_lines(self, now: float) -> list[bytes]:
@@ -306,7 +375,7 @@ class LogWriter:
             self._segment = self._open_segment()
         needed = self.rotation.min_free_bytes * (_ENOUGH if self._failing else 1)
         if needed and self._segment.free_bytes() < needed:
-            raise OSError(errno.ENOSPC, f"less than {self.rotation.min_free_bytes >> 20} MiB free on the disk")
+            raise LowDisk(errno.ENOSPC, f"less than {self.rotation.min_free_bytes >> 20} MiB free on the disk")
         return self._segment
 
     def _end_segment_of_age(self) -> None:
@@ -323,10 +392,11 @@ class LogWriter:
         if segment is None:
             return
         closing = LogClose(ts=self._clock(), records=segment.records, lost=self.lost, continued=continued)
-        kept, error = segment.append([_line(closing)])
-        self.written += kept
+        _, error = self._append(segment, [_line(closing)])
         if error:
             log.warning("log %s could not be closed in order: %s", segment.path, error)
+        else:
+            self.done.segments["closed"] += 1
         segment.close()
         self._tidier.wake()
 
@@ -343,18 +413,19 @@ class LogWriter:
 
     # -------------------------------------------------------------------------------------------------- its losses
 
-    def _lose(self, record: AnyRecord, reason: str) -> bool:
+    def _lose(self, record: AnyRecord, reason: str, why: str) -> bool:
+        """reason: for the log; why: for the counter."""
         with self._lock:
             self._loss.add(record, reason)
-            self.lost += 1
+            self.done.dropped[why] += 1
         return False
 
-    def _lose_lines(self, lines: list[bytes], reason: str) -> None:
+    def _lose_lines(self, lines: list[bytes], reason: str, why: str) -> None:
         for line in lines:
             record = _decode(line)
             with self._lock:
                 self._loss.add(record, reason)
-                self.lost += not isinstance(record, Gap)  # a gap's records are counted already
+                self.done.dropped[why] += not isinstance(record, Gap)  # a gap's records are counted already
 
     def _say_failed(self, error: OSError) -> None:
         """Once, and not again within a minute: a disk that is full by and large takes a line now and then."""

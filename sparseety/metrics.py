@@ -1,7 +1,8 @@
 """What a metric is: its name, kind, unit, labels and bounds, said once. The programs publish by these definitions, the
 docs table, the dashboards' checks and the bound on the number of series are made from them. No metrics library here."""
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -25,6 +26,13 @@ TOKEN_SECONDS = (
 )  # fmt: skip
 """vLLM's for inter_token_latency, and finer ones below."""
 OVERHEAD_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+FLUSH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+
+def steps_1_2_5(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20 and so on, up to `most`."""
+    steps = (step * 10**power for power in range(len(str(most))) for step in (1, 2, 5))
+    return tuple(step for step in steps if step <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,7 @@ class Metric:
     bounds: tuple[float, ...] = ()  # of histograms, without +Inf
     layer: str = ""  # service, token, sparsity, verification, capture: the docs' chapters
     stability: Stability = "ALPHA"
+    absent: str = ""  # when it is not there, if not always: no data is not zero
 
     @property
     def wire_name(self) -> str:
@@ -65,9 +74,40 @@ class Metric:
     @property
     def most_series(self) -> int:
         """Samples that it can have at most in one scrape."""
-        children = prod(label.most for label in self.labels)
+        return self.series({})
+
+    def series(self, limits: Mapping[str, int]) -> int:
+        """The same where a label is known to have so many values: `limits`, by its name, holds in place of its own."""
+        children = prod(limits.get(label.name, label.most) for label in self.labels)
         return children * (len(self.bounds) + 3 if self.kind == "histogram" else 1)
 
 
-def most_series(metrics: Iterable[Metric]) -> int:
-    return sum(metric.most_series for metric in metrics)
+def most_series(metrics: Iterable[Metric], **limits: int) -> int:
+    """limits: as of Metric.series."""
+    return sum(metric.series(limits) for metric in metrics)
+
+
+BUILD_INFO = Metric(
+    "sparseety_build_info",
+    "gauge",
+    "Constant 1; which version runs, and which version of the record format it writes or reads.",
+    labels=(Label("version", limit=1), Label("schema_version", limit=1)),
+    layer="service",
+)
+"""Of each program."""
+
+
+# ------------------------------------------------------------------------------------------------------ the numbers
+
+Cell = list[float]
+"""One child's numbers. Of a counter or gauge: its value. Of a histogram: how many fell to each bound, how many beyond
+the last, and the sum of all."""
+
+
+def new_cell(bounds: Sequence[float] = ()) -> Cell:
+    return [0] * (len(bounds) + 2) if bounds else [0]
+
+
+def observe(cell: Cell, bounds: Sequence[float], value: float) -> None:
+    cell[bisect_left(bounds, value)] += 1
+    cell[-1] += value

@@ -22,8 +22,12 @@ _OTHER_HOSTS_SECONDS = 3600.0
 class Tidier:
     """Tidies when it starts and whenever it is woken. Several may work on one folder, in processes of their own."""
 
-    def __init__(self, folder: Path, source: Source, host: str, rotation: Rotation) -> None:
+    def __init__(
+        self, folder: Path, source: Source, host: str, rotation: Rotation, counts: dict[str, int] | None = None
+    ) -> None:
+        """counts: gets what has been packed and deleted."""
         self._folder, self._source, self._host, self._rotation = folder, source, host, rotation
+        self._counts = counts if counts is not None else {}
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name=f"sparseety-tidy-{source}", daemon=True)
@@ -45,7 +49,7 @@ class Tidier:
         while self._wake.wait() and not self._stopping.is_set():
             self._wake.clear()
             try:
-                tidy(self._folder, self._source, self._host, self._rotation, self._stopping.is_set)
+                tidy(self._folder, self._source, self._host, self._rotation, self._stopping.is_set, self._counts)
             except FileNotFoundError:
                 pass  # somebody deleted the folder; the writer makes it anew
             except OSError as error:
@@ -55,13 +59,18 @@ class Tidier:
 
 
 def tidy(
-    folder: Path, source: Source, host: str, rotation: Rotation, stopping: Callable[[], bool] = lambda: False
+    folder: Path,
+    source: Source,
+    host: str,
+    rotation: Rotation,
+    stopping: Callable[[], bool] = lambda: False,
+    counts: dict[str, int] | None = None,
 ) -> None:
     """Pack all closed segments of this source, then remove the oldest until the rest fits. Raises OSError."""
     if rotation.compress:
         for file in segments_of(folder, source):
             if not file.packed and _may_touch(file, host) and not stopping():
-                _pack(file.path, stopping)
+                _count(counts, "packed", _pack(file.path, stopping))
     files = segments_of(folder, source)
     excess = sum(file.status.st_size for file in files) - rotation.total_bytes
     for file in files:
@@ -70,6 +79,12 @@ def tidy(
         if _may_touch(file, host) and _remove(file):
             log.info("removed %s: the logs exceed %d bytes", file.path, rotation.total_bytes)
             excess -= file.status.st_size
+            _count(counts, "deleted")
+
+
+def _count(counts: dict[str, int] | None, what: str, so_many: int = 1) -> None:
+    if counts is not None:
+        counts[what] = counts.get(what, 0) + so_many
 
 
 def _may_touch(file: SegmentFile, host: str) -> bool:
@@ -90,16 +105,16 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _pack(path: Path, stopping: Callable[[], bool]) -> None:
+def _pack(path: Path, stopping: Callable[[], bool]) -> bool:
     """Put a packed file in the place of a plain one that nobody writes. What it is killed in leaves the plain one."""
     try:
         import zstandard  # here, because it is optional: the extras proxy and verifier have it
     except ImportError:
-        return
+        return False
     target, partial = _beside(path, PACKED), _beside(path, PARTIAL)
     with locked(path) as source:
         if source is None:
-            return
+            return False
         status = os.fstat(source)
         try:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -116,8 +131,10 @@ def _pack(path: Path, stopping: Callable[[], bool]) -> None:
                 os.fsync(out.fileno())
             partial.rename(target)
             path.unlink()
+            return True
         except (OSError, zstandard.ZstdError) as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             if not isinstance(error, InterruptedError):
                 log.warning("cannot pack %s: %s; it stays as it is", path, error)
+    return False

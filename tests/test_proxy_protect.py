@@ -38,14 +38,14 @@ def looks(guard: Guard, seconds: float, *, lag: float = 0.0, spent: float | None
 def paused_guard() -> Guard:
     guard = Guard(Thresholds())
     assert looks(guard, 60, lag=0.05) < 60
-    assert guard.paused == "lag"
+    assert guard.paused == "latency"
     return guard
 
 
 def test_a_delay_by_the_capture_that_lasts_pauses_it():
     guard = Guard(Thresholds(lag=0.02, after=30))
     assert looks(guard, 60, lag=0.021) == pytest.approx(30, abs=2 * LOOK)
-    assert guard.paused == "lag"
+    assert guard.paused == "latency"
 
 
 def test_a_delay_that_is_not_the_captures_doing_is_none_of_its_business():
@@ -70,7 +70,7 @@ def test_delays_that_come_and_go_within_a_second_are_one_bad_time():
         if guard.paused:
             break
         looks(guard, CALM_SECONDS - 2 * LOOK)
-    assert guard.paused == "lag"
+    assert guard.paused == "latency"
 
 
 def test_a_bad_time_that_ends_is_forgotten():
@@ -84,9 +84,9 @@ def test_a_bad_time_that_ends_is_forgotten():
 def test_a_queue_that_stays_full_pauses_the_capture_until_it_is_half_empty():
     guard = Guard(Thresholds(fill=0.9, after=30))
     looks(guard, 60, fill=0.95)
-    assert guard.paused == "queue"
+    assert guard.paused == "disk"
     looks(guard, 600, fill=0.5)
-    assert guard.paused == "queue"
+    assert guard.paused == "disk"
     looks(guard, 60, fill=0.4)
     assert guard.paused is None
 
@@ -154,7 +154,7 @@ def ask(proxy, name: bytes) -> None:
 
 
 def is_paused(proxy) -> bool:
-    return bool(proxy.metric("sparseety_proxy_capture_paused", reason="lag"))
+    return bool(proxy.metric("sparseety_capture_paused", reason="latency"))
 
 
 def until(true, meanwhile=lambda: time.sleep(0.02)) -> None:
@@ -173,7 +173,7 @@ def test_a_slow_capture_is_paused_said_counted_and_recorded_while_every_byte_arr
         with proxy.client() as client:
             client.send(post(b"{}", b"x-request-id: open"))
             until(lambda: is_paused(proxy), lambda: ask(proxy, b"before"))
-            assert b'sparseety_proxy_capture_paused{reason="lag"} 1.0' in proxy.admin("/metrics")[1]
+            assert b'sparseety_capture_paused{reason="latency",source="proxy"} 1.0' in proxy.admin("/metrics")[1]
             assert proxy.admin("/readyz")[0] == 200  # it serves, which is what it pauses for
             go_on.set()
             client.read_until(EVENT)
@@ -184,8 +184,8 @@ def test_a_slow_capture_is_paused_said_counted_and_recorded_while_every_byte_arr
             ask(proxy, b"after")
             end.set()
             client.read_until(chunk(DONE) + LAST_CHUNK)
-        assert proxy.metric("sparseety_proxy_capture_pauses_total") == 1
-        assert proxy.metric("sparseety_proxy_uncaptured_requests_total") >= 2
+        assert proxy.metric("sparseety_capture_pauses_total") == 1
+        assert proxy.metric("sparseety_capture_sampled_requests_total", decision="paused") >= 2
     assert [record.message for record in caplog.records] == [
         "capture paused, serving goes on: its own work delays the relay (--protect-lag, --protect-after)",
         "capture resumed",
@@ -195,7 +195,7 @@ def test_a_slow_capture_is_paused_said_counted_and_recorded_while_every_byte_arr
     gaps = {record.captures[0]: record.reason for record in found if isinstance(record, Gap)}
     unread = {record.capture: record for record in found if isinstance(record, Response)}
     for name, size in (("open", 2 * len(EVENT) + len(DONE)), ("while", len(EVENT) + len(DONE))):
-        assert gaps[number[name]] == "capture paused (lag)"
+        assert gaps[number[name]] == "capture paused (latency)"
         ending = unread[number[name]]
         assert (ending.outcome, ending.status, ending.bytes) == ("complete", 200, size)
         assert ending.unread == "capture paused"

@@ -114,7 +114,7 @@ def test_each_event_reaches_the_client_before_the_next_one_is_sent(tmp_path):
     assert start.ts <= stamps.sent <= stamps.headers <= stamps.first_chunk == stamps.first_token == stamps.last_token
     assert stamps.last_token <= stamps.end
     assert proxy.metric("sparseety_proxy_requests_total", endpoint="chat", outcome="complete") == 1
-    assert proxy.metric("sparseety_proxy_chunks_total") == 3
+    assert proxy.metric("sparseety_stream_chunks_total") == 3
     assert proxy.metric("sparseety_proxy_open_streams") == 0
 
 

@@ -39,7 +39,7 @@ def test_a_fault_in_the_capture_ends_the_capture_of_that_request_alone(tmp_path,
             with proxy.client() as client:
                 client.send(post(b"{}"))
                 assert client.read_reply() == (200, b"data: {}\n\ndata: [DONE]\n\n")
-        until(lambda: b"sparseety_proxy_capture_failures_total 1.0" in proxy.admin("/metrics")[1])
+        until(lambda: proxy.metric("sparseety_capture_sampled_requests_total", decision="failed") == 1)
     assert "capture 1 is given up" in caplog.text
     found = records(proxy.log_dir)
     gaps = [record for record in found if isinstance(record, Gap)]
@@ -64,7 +64,7 @@ def test_a_full_disk_is_not_the_clients_business(tmp_path, monkeypatch, caplog):
         until(lambda: proxy.admin("/readyz")[0] == 503)
         assert b"the capture log cannot be written" in proxy.admin("/readyz")[1]
         broken = False
-    assert proxy.metric("sparseety_proxy_capture_records_lost_total") == proxy.summary.lost > 0
+    assert proxy.metric("sparseety_capture_records_dropped_total") == proxy.summary.lost > 0
     assert any(isinstance(record, Gap) and record.captures == [1] for record in records(proxy.log_dir))
 
 

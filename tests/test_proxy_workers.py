@@ -10,11 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-from prometheus_client import CollectorRegistry
-
-from proxy.counters import Counters, Report, overview_of
-from proxy.metrics import ProxyMetrics
+from proxy.catalogue import REQUESTS
+from proxy.counters import Counters, Overview, Present, Report
 from sparseety.logreader import find_logs, read_log
 from sparseety.records import LogClose, RequestStart, StreamDone
 from tests.raw_upstream import (
@@ -270,23 +267,12 @@ def test_modules_of_the_same_names_in_the_folder_it_is_started_in_are_not_taken_
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("gauge", ["open_streams", "open_requests"])
-def test_of_a_worker_that_has_ended_the_sums_stay_and_the_present_does_not(gauge):
-    ended = Counters(requests={("chat", "complete"): 3}, chunks=7, **{gauge: 2})
-    ended.forget_now()
-    living = Report(Counters(requests={("chat", "complete"): 1}, chunks=1, **{gauge: 1}))
-    overview = overview_of([living], gone=ended, workers=2)
-    assert overview.counters.requests["chat", "complete"] == 4
-    assert overview.counters.chunks == 8
-    assert getattr(overview.counters, gauge) == 1
+def test_of_a_worker_that_has_ended_the_sums_stay_and_the_present_does_not():
+    ended, counters = Counters(), Counters()
+    ended.add(3, REQUESTS, "m", "chat", "true", "complete")
+    counters.add(1, REQUESTS, "m", "chat", "true", "complete")
+    overview = Overview([Report(counters, Present(open={"chat": 1}, open_streams=1))], ended, workers=2)
+    for _ in range(2):  # adding up changes nothing
+        assert overview.counters().total(REQUESTS) == 4
+    assert overview.open_by_endpoint() == {"chat": 1, "completions": 0, "responses": 0, "messages": 0, "other": 0}
     assert overview.troubles() == ["1 of 2 workers are down"]
-    assert living.counters.chunks == 1  # adding up changes nothing
-
-
-def test_the_operations_page_lists_every_metric_and_each_is_there_from_the_first_scrape():
-    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
-    listed = re.findall(r"^\| `(sparseety_\w+)` \|", page, re.MULTILINE)
-    registry = CollectorRegistry()
-    ProxyMetrics(registry, lambda: overview_of([Report(Counters())]))
-    samples = [sample.name for family in registry.collect() for sample in family.samples]
-    assert sorted(listed) == sorted(set(samples))

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from verifier.findings import CODES
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -24,6 +26,11 @@ def codes_in_the_code() -> set[str]:
         "SPARSEETY_VERIFY_TOKENIZER",
         "PLAIN",
     }
+
+
+def test_the_closed_set_of_codes_that_metrics_use_is_that_of_the_page():
+    page = (ROOT / "docs/verdicts.md").read_text()
+    assert set(re.findall(r"^### ([A-Z0-9_]+)$", page, re.MULTILINE)) == CODES
 
 
 def test_every_code_is_explained_and_every_explanation_has_a_code():

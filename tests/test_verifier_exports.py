@@ -47,7 +47,7 @@ def test_the_text_file_is_read_by_prometheus_own_parser_and_names_served_models_
     }
     assert samples["requests", ("pass", "toy")] == 1
     assert samples["requests", ("fail", "toy")] == 1
-    assert samples["requests", ("", "pass")] == 1, "the name that a client made up is no label"
+    assert samples["requests", ("other", "pass")] == 1, "the name that a client made up is no label"
     assert samples["findings", ("ALTERED_TEXT", "error", "toy")] == 1
     assert samples["coverage_ratio", ("toy",)] == pytest.approx(2 / 3)
     assert samples["success", ()] == 0

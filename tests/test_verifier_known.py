@@ -67,7 +67,7 @@ def test_what_is_waived_is_told_to_other_programs_too(run, tmp_path):
     assert [child.tag for child in known] == ["system-out"]
     assert "MISSING_TEXT at token 1, chunk 1 (waived: ticket 7)" in (known[0].text or "")
     gauges = (tmp_path / "verify.prom").read_text()
-    assert 'findings{model_name="toy",code="MISSING_TEXT",severity="waived"} 1' in gauges
+    assert 'findings{code="MISSING_TEXT",model_name="toy",severity="waived"} 1' in gauges
 
 
 def test_only_faults_are_waived_and_what_could_not_be_checked_stays_incomplete(run, tmp_path):

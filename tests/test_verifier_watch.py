@@ -376,7 +376,8 @@ def test_the_command_follows_prints_serves_metrics_and_ends_on_sigterm_with_what
         assert samples['sparseety_verify_requests_total{model_name="toy",verdict="pass"}'] == "1.0"
         failed = 'sparseety_verify_findings_total{code="ALTERED_TEXT",model_name="toy",severity="error"}'
         assert samples[failed] == "1.0"
-        assert samples['sparseety_verify_tokens_total{model_name="toy",result="match"}'] == "3.0"
+        assert samples['sparseety_verify_tokens_total{model_name="toy",result="match"}'] == "5.0"
+        assert samples['sparseety_verify_tokens_total{model_name="toy",result="mismatch"}'] == "1.0"
         assert samples['sparseety_join_requests_total{result="both"}'] == "2.0"
         assert samples["sparseety_verify_backlog_requests"] == "0.0"
         assert samples["sparseety_verify_duration_seconds_count"] == "2.0"

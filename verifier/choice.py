@@ -10,6 +10,7 @@ from sparseety.records import RequestAdded, RequestParameters
 from verifier.channels import Parsers, Sent, prompt_opens
 from verifier.classify import Difference
 from verifier.compare import Comparison, Ending, compare
+from verifier.concerned import concerned
 from verifier.detokenizer import TooManyHeld
 from verifier.drift import retokenize
 from verifier.endings import counts, finish_mismatch, stops_inside
@@ -90,7 +91,7 @@ class ChoiceJudge:
         else:
             comparison = compare(tokenizer, engine.ids, self._rules(), came, ending, self._chunk_ends())
             comparison = self._with_parsers(tokenizer, comparison, ending)
-            self._text(comparison)
+            self._text(tokenizer, comparison)
             if self.options.drift and "EXACT" in comparison.codes:
                 self._drift(tokenizer, came)
             if comparison.codes and comparison.difference is None:
@@ -258,7 +259,7 @@ class ChoiceJudge:
             detail = "the prompt begins with the beginning-of-sequence token twice"
             self._find("DOUBLE_BOS", "ids", Severity.INFO, detail)
 
-    def _text(self, comparison: Comparison) -> None:
+    def _text(self, tokenizer: Tokenizer, comparison: Comparison) -> None:
         difference = comparison.difference
         wrong = difference is not None or comparison.stop_missing
         if wrong and (excuse := self._excuse()):
@@ -274,11 +275,16 @@ class ChoiceJudge:
         if comparison.stop_missing:
             detail = "the stop string that is said to have ended it is not in the text of the ids"
             self._find("STOP_NOT_IN_IDS", "protocol", Severity.FAULT, detail)
+            self.result.altered += len(self.engine.ids)
         for code in [*comparison.codes, *(["PARSER_DROPPED"] if comparison.left_out else [])]:
             if code != "EXACT":
                 self._find(code, "text", Severity.INFO, INFO_DETAILS[code])
         if difference is not None:
             self._difference(difference, comparison.token_index or 0, comparison.piece)
+            count = concerned(tokenizer, self.engine.ids[comparison.token_index or 0 :], difference)
+            self.result.missing += count.missing
+            self.result.altered += count.altered
+            self.result.extra += count.extra
 
     def _excuse(self) -> str | None:
         """Why a difference is no fault here: something known may explain it."""

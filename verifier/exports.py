@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -50,48 +49,27 @@ def _said(findings: Iterable[Finding]) -> str:
 
 
 def prometheus(report: Report, exit_code: int, now: float) -> bytes:
-    """Gauges of this run. Models that no logged engine serves have the label "": clients choose those names."""
-    requests: Counter[tuple[str, str]] = Counter()
-    findings: Counter[tuple[str, str, str]] = Counter()
+    """Gauges of this run."""
+    from verifier import catalogue as names
+    from verifier.series import Series  # prometheus_client takes its time to load
+
     by_model: dict[str, list[RequestVerdict]] = {}
     for verdict in report.verdicts:
-        if verdict.verdict not in JUDGED:
-            continue
-        model = verdict.model or ""
-        by_model.setdefault(model, []).append(verdict)
-        requests[model, verdict.verdict.value] += 1
-        for code, severity in {(finding.code, finding.severity) for finding in verdict.findings}:
-            findings[model, code, LEVELS[severity]] += 1
-    lines = _gauge("requests", "Requests of the last run, by verdict.")
-    for model, value in sorted(requests):
-        lines.append(_sample("requests", requests[model, value], model_name=model, verdict=value))
-    lines += _gauge("findings", "Requests of the last run with this finding.")
-    for model, code, level in sorted(findings):
-        count = findings[model, code, level]
-        lines.append(_sample("findings", count, model_name=model, code=code, severity=level))
-    lines += _gauge("coverage_ratio", "Judged requests of those that ended and were in scope.")
-    for model, verdicts in sorted(by_model.items()):
-        coverage = Report(verdicts).totals.coverage
-        lines.append(_sample("coverage_ratio", coverage or 0, model_name=model))
-    lines += _gauge("completion_timestamp_seconds", "When the last run ended.")
-    lines.append(_sample("completion_timestamp_seconds", now))
-    lines += _gauge("success", "1 if the last run ended with exit code 0.")
-    lines.append(_sample("success", int(exit_code == PASSED)))
-    return "".join(line + "\n" for line in lines).encode()
-
-
-def _gauge(name: str, text: str) -> list[str]:
-    full = f"sparseety_verify_run_{name}"
-    return [f"# HELP {full} {text}", f"# TYPE {full} gauge"]
-
-
-def _sample(name: str, value: float, **labels: str) -> str:
-    inner = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
-    return f"sparseety_verify_run_{name}{{{inner}}} {value!r}" if inner else f"sparseety_verify_run_{name} {value!r}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        if verdict.verdict in JUDGED:
+            by_model.setdefault(verdict.model or names.OTHER, []).append(verdict)
+    for model in sorted(by_model)[names.MODELS :]:
+        by_model.setdefault(names.OTHER, []).extend(by_model.pop(model) if model != names.OTHER else [])
+    series = Series(names.RUN)
+    for model, verdicts in by_model.items():
+        for kind in JUDGED:
+            series.set(names.RUN_REQUESTS, model, kind.value, to=sum(each.verdict is kind for each in verdicts))
+        for verdict in verdicts:
+            for code, severity in {(finding.code, finding.severity) for finding in verdict.findings}:
+                series.add(names.RUN_FINDINGS, model, code, LEVELS[severity])
+        series.set(names.RUN_COVERAGE, model, to=Report(verdicts).totals.coverage or 0)
+    series.set(names.RUN_COMPLETION, to=now)
+    series.set(names.RUN_SUCCESS, to=int(exit_code == PASSED))
+    return series.text()
 
 
 def write(path: Path, data: bytes) -> None:

@@ -22,6 +22,24 @@ FAULTS = frozenset(
     }
 )
 
+# Those that say that something could not be checked, and those worth knowing about a right answer.
+DOUBTS = frozenset(
+    {
+        *("UNVERIFIABLE", "LOST_RECORDS", "TORN_RECORD", "UNPARSED_EVENT", "BACKEND_LOG_INVALID", "HOOK_SILENT"),
+        *("JOIN_AMBIGUOUS", "NOT_SUPPORTED", "BROKEN_OFF", "SERVER_ERROR", "ID_OUT_OF_VOCAB"),
+    }
+)
+NOTES = frozenset(
+    {
+        *("DRIFT", "NOT_COMPARABLE", "TRIMMED_STOP", "INCOMPLETE_UTF8_TAIL", "HELD_BACK", "SPECIAL_SKIPPED", "HIDDEN"),
+        *("PARSED", "PARSED_SEMANTIC", "PARSER_DROPPED", "LEADING_SPACE", "REPLAY_ONLY", "BACKEND_OVERRUN"),
+        *("ABORTED_PREFIX", "IDS_LEFT_OUT", "DOUBLE_BOS", "CLOCK_ANOMALY"),
+    }
+)
+# Of requests that are not judged, and of lines that cannot be read.
+ASIDE = frozenset({"ABORTED_BEFORE_ID", "NOT_AN_ENDPOINT", "REFUSED", "OPEN", "SCHEMA_UNKNOWN"})
+CODES = FAULTS | DOUBTS | NOTES | ASIDE
+
 
 class Severity(Enum):
     FAULT = "fault"  # something is wrong
@@ -66,6 +84,9 @@ class RequestVerdict:
     choices: int = 0  # choices compared with their ids
     tokens: int = 0  # ids of these choices
     checked: int = 0  # of these, ids that were checked against the text
+    missing: int = 0  # of these, ids whose text did not come
+    altered: int = 0  # of these, ids whose text came as another, or in another place
+    extra: int = 0  # tokens of text that came and that no id stands for
     endpoint: str | None = None
     model: str | None = None  # as a logged engine serves it; None: no engine whose log is here does
     uuid: str | None = None
@@ -212,8 +233,10 @@ class Problems:
 
     first: list[LogProblem] = field(default_factory=list)
     counts: Counter[Path] = field(default_factory=Counter)
+    torn: int = 0  # lines, of all files
 
     def add(self, problem: LogProblem) -> None:
+        self.torn += problem.code == "TORN_RECORD"
         self.counts[problem.path] += 1
         if self.counts[problem.path] <= PROBLEMS_KEPT:
             self.first.append(problem)

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from prometheus_client import CollectorRegistry
-
 from sparseety.logreader import find_logs
 from verifier import output
 from verifier.executor import collect_seldom
@@ -64,7 +62,7 @@ def run(settings: Settings, shelf: TokenizerShelf, options: JudgeOptions, known:
 
 
 def _follow(settings: Settings, watch: Watch, stop: threading.Event) -> int:
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics()
     watch.save()  # fails now, not in five seconds
     where = f"checkpoint {watch.path}"
     if settings.metrics_port is not None:
@@ -76,9 +74,11 @@ def _follow(settings: Settings, watch: Watch, stop: threading.Event) -> int:
         last = stop.is_set()  # then once more, for what came in the meantime
         stopping = partial(_is_after, time.monotonic() + _LAST_SECONDS) if last else stop.is_set
         for verdict in watch.poll(stopping):
-            metrics.judged(verdict)
+            metrics.judged(verdict, engines=bool(watch.logs.engine_logs))
             _tell(verdict, settings)
         metrics.waiting(watch.logs.pending.backlog())
+        metrics.served(name for log in watch.logs.engine_logs if log.engine for name in log.engine.served_names)
+        metrics.unusable(watch.logs.problems.torn)
         _say([f"note: {note}" for note in watch.take_notes()])
         if last:
             break

@@ -1,0 +1,248 @@
+"""Count one request: what the client waited for, and what it got. Pure: times, bytes and parts in, counters up.
+
+Fed with each part that the capture reads, so what is done for each of them is a few list entries and no more.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from proxy.catalogue import (
+    CACHED_TOKENS,
+    CHARACTERS,
+    CHUNK_TOKENS,
+    CHUNKS,
+    DURATION,
+    FINISH_REASONS,
+    FINISHED,
+    FIRST_CHUNK,
+    FIRST_TOKEN,
+    GENERATION_TOKENS,
+    INTER_CHUNK,
+    OTHER,
+    OVERHEAD,
+    PER_TOKEN,
+    PROMPT_TOKENS,
+    REQUEST_GENERATION,
+    REQUEST_PROMPT,
+    REQUESTS,
+    RESPONSE_START,
+    SAMPLED,
+    SOURCE,
+    UNCOUNTED,
+)
+from proxy.counters import Counters, ModelNames
+from sparseety.chunks import Part, ReplyBody
+from sparseety.metrics import Cell, Metric, observe
+from sparseety.records import Endpoint, Outcome, Usage
+
+Decision = Literal["captured", "skipped", "paused", "failed"]
+
+MOST_TOKENS = 1 << 40  # that a server can state of one request; else the sums would be its plaything
+TRIES = 3  # events that are searched for the model's name
+
+_gap_bounds, _token_bounds = INTER_CHUNK.bounds, CHUNK_TOKENS.bounds
+
+# What /v1/responses and /v1/messages say, in the words of chat.
+_REASONS = {
+    "completed": "stop",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "max_output_tokens": "length",
+    "tool_use": "tool_calls",
+    "function_call": "tool_calls",
+    "refusal": "content_filter",
+    "cancelled": "abort",
+    "failed": "error",
+} | {reason: reason for reason in FINISH_REASONS}
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+    response: "_Named | None" = None  # /v1/responses, in its first event
+    message: "_Named | str | None" = None  # /v1/messages, in its first event
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def model_of(data: bytes) -> str | None:
+    """The model that a reply, or a stream's event, says it is of."""
+    try:
+        found = _named.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    inner = found.response or found.message
+    return found.model or (inner.model if isinstance(inner, _Named) else None)
+
+
+class Tally:
+    """One request's. `began` and what follows it are set by whoever sees them happen."""
+
+    def __init__(self, counters: Counters, names: ModelNames, endpoint: Endpoint | None, arrived: float) -> None:
+        self._counters, self._names, self._endpoint = counters, names, endpoint
+        self.began = arrived  # when its body had come, or else its head
+        self.sent: float | None = None  # its last byte went to the upstream connection
+        self.headers: float | None = None  # the reply's head came
+        self.status: int | None = None
+        self.streams = False  # the reply is an event stream
+        self.asked: str | None = None  # the model, as the client names it
+        self.model: str | None = None  # as the reply does
+        self.tries = TRIES  # left, to learn it
+        self.unread = False  # not all of the reply was read, so what was counted in it is too little
+        self.usage: Usage | None = None  # of the whole request, as far as the server stated it
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.finished: dict[int, str | None] = {}  # choice -> why; None: it has begun
+        self.characters: int | None = None  # None: nothing was read
+        self._ids: int | None = None
+        self._logprobs: int | None = None
+        self._label = OTHER
+        self._kinds: dict[str, Cell] = {}
+        self._gaps: Cell | None = None
+        self._chunk_tokens: Cell | None = None
+        self._any_chunk = False
+        self._last_event = 0
+
+    @property
+    def label(self) -> str:
+        """The value of model_name."""
+        return self._label if self.model else self._names.known(self.asked)
+
+    # ------------------------------------------------------------------------------------------ while it is read
+
+    def learn(self, data: bytes) -> None:
+        """An event, or a whole reply, that may say which model it is of."""
+        self.tries -= 1
+        if self.status is None or not 200 <= self.status < 300 or not (model := model_of(data)):
+            return
+        self.tries, self.model, self._label = 0, model, self._names.learn(model)
+        self._kinds.clear()
+        self._gaps = self._chunk_tokens = None
+
+    def part(self, part: Part, event: int, at: float) -> None:
+        """A chunk of a stream: part of its event of this number, which was complete at this time."""
+        kind = self._kinds.get(part.kind)
+        if kind is None:
+            kind = self._kinds[part.kind] = self._cell(CHUNKS, part.kind)
+        kind[0] += 1
+        if not self._any_chunk:
+            self._any_chunk = True
+            self._observe(at - self.began, FIRST_CHUNK)
+        ids = part.token_ids
+        if ids is not None or part.logprob_count is not None:
+            self._count_tokens(ids, part.logprob_count)
+        if part.text or ids or part.calls:
+            if self.first_token is None:
+                self.first_token = at
+                self._observe(at - self.began, FIRST_TOKEN)
+            elif event != self._last_event:
+                if self._gaps is None:
+                    self._gaps = self._cell(INTER_CHUNK)
+                assert self.last_token is not None
+                observe(self._gaps, _gap_bounds, at - self.last_token)
+            self.last_token, self._last_event = at, event
+            if part.choice not in self.finished:
+                self.finished[part.choice] = None
+        if part.finish_reason:
+            self.finished[part.choice] = part.finish_reason
+
+    def _count_tokens(self, ids: list[int] | None, logprobs: int | None) -> None:
+        if self._chunk_tokens is None:
+            self._chunk_tokens = self._cell(CHUNK_TOKENS)
+        if ids is not None:
+            self._ids = (self._ids or 0) + len(ids)
+        if logprobs is not None:
+            self._logprobs = (self._logprobs or 0) + logprobs
+        observe(self._chunk_tokens, _token_bounds, logprobs or 0 if ids is None else len(ids))
+
+    def state(self, usage: Usage, *, final: bool = True) -> None:
+        """The server states token counts. final: those of the output are more than a placeholder at the beginning."""
+        before = self.usage or Usage()
+        self.usage = Usage(
+            prompt_tokens=_newer(usage.prompt_tokens, before.prompt_tokens),
+            completion_tokens=_newer(usage.completion_tokens if final else None, before.completion_tokens),
+            cached_tokens=_newer(usage.cached_tokens, before.cached_tokens),
+        )
+
+    def reply(self, reply: ReplyBody, data: bytes) -> None:
+        """A whole reply of a known endpoint, read."""
+        self.learn(data)
+        self.characters = 0
+        for choice in reply.choices:
+            self.characters += len(choice.text) + len(choice.reasoning)
+            self.characters += sum(len(call.arguments) for call in choice.calls)
+            self.finished[choice.choice] = choice.finish_reason
+            if choice.token_ids is not None:
+                self._ids = (self._ids or 0) + len(choice.token_ids)
+            if choice.logprob_count is not None:
+                self._logprobs = (self._logprobs or 0) + choice.logprob_count
+        if reply.usage:
+            self.state(reply.usage)
+
+    # ------------------------------------------------------------------------------------------- when it is over
+
+    def output(self) -> tuple[int, str] | None:
+        """Output tokens, and the source of that number; None: nobody says."""
+        stated = self.usage.completion_tokens if self.usage else None
+        if stated is not None:
+            return stated, "usage"
+        if self._ids is not None and not self.unread:
+            return self._ids, "token_ids"
+        if self._logprobs is not None and not self.unread:
+            return self._logprobs, "logprobs"
+        return None
+
+    def ended(self, outcome: Outcome, at: float, decision: Decision) -> None:
+        """To be called once, last."""
+        model, endpoint, counters = self.label, self._endpoint or OTHER, self._counters
+        counters.add(1, REQUESTS, model, endpoint, "true" if self.streams else "false", outcome)
+        counters.add(1, SAMPLED, SOURCE, decision)
+        counters.observe(max(0.0, at - self.began), DURATION, model, endpoint, outcome)
+        if self.sent is not None:
+            counters.observe(max(0.0, self.sent - self.began), OVERHEAD, "request")
+            if self.headers is not None and self.headers >= self.sent:
+                counters.observe(self.headers - self.sent, RESPONSE_START, model, endpoint)
+        if self._endpoint and self.status is not None and 200 <= self.status < 300:
+            self._count_reply(decision)
+
+    def _count_reply(self, decision: Decision) -> None:
+        output = self.output() if decision == "captured" else None
+        if output is None:
+            uncounted = "no_count"
+            if decision != "captured":
+                uncounted = "capture_off" if decision == "skipped" else decision
+            elif self.unread:
+                uncounted = "unread"
+            self._add(1, UNCOUNTED, uncounted)
+        else:
+            tokens, source = output
+            self._add(tokens, GENERATION_TOKENS, source)
+            self._observe(tokens, REQUEST_GENERATION)
+            one = len(self.finished) == 1
+            if one and tokens > 1 and self.first_token is not None and self.last_token is not None:
+                self._observe((self.last_token - self.first_token) / (tokens - 1), PER_TOKEN)
+        if self.usage and self.usage.prompt_tokens is not None:
+            self._add(self.usage.prompt_tokens, PROMPT_TOKENS, "usage")
+            self._observe(self.usage.prompt_tokens, REQUEST_PROMPT)
+        if self.usage and self.usage.cached_tokens is not None:
+            self._add(self.usage.cached_tokens, CACHED_TOKENS)
+        if self.characters is not None:
+            self._observe(self.characters, CHARACTERS)
+        for reason in self.finished.values():
+            self._add(1, FINISHED, "none" if reason is None else _REASONS.get(reason, OTHER))
+
+    def _cell(self, metric: Metric, *labels: str) -> Cell:
+        """Of a metric of the known endpoints."""
+        return self._counters.cell(metric, self.label, self._endpoint or OTHER, *labels)
+
+    def _add(self, amount: float, metric: Metric, *labels: str) -> None:
+        self._cell(metric, *labels)[0] += amount
+
+    def _observe(self, value: float, metric: Metric, *labels: str) -> None:
+        observe(self._cell(metric, *labels), metric.bounds, value)
+
+
+def _newer(stated: int | None, before: int | None) -> int | None:
+    return before if stated is None or not 0 <= stated <= MOST_TOKENS else stated
