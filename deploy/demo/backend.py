@@ -112,6 +112,8 @@ class Backend:
                 await _json(send, refused.body, refused.status)
         elif method == "GET" and path == "/health":
             await _reply(send, b"", 200, "application/json")
+        elif method == "GET" and path == "/metrics":
+            await _reply(send, self._metrics(), 200, "text/plain; version=0.0.4; charset=utf-8")
         elif method == "GET" and path == "/version":
             await _json(send, {"version": VERSION})
         elif method == "GET" and path == "/v1/models":
@@ -167,6 +169,15 @@ class Backend:
     def _spell(self, token_id: int) -> str:
         text: str = self._tokenizer.decode([token_id % self._tokenizer.get_vocab_size()], skip_special_tokens=False)
         return text
+
+    def _metrics(self) -> bytes:
+        """A few of vLLM's, as it names them: enough to see that something is scraped."""
+        assert self._engine is not None
+        labels = f'{{engine="0",model_name="{self._settings.model}"}}'
+        lines = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running{labels} {self._engine.running}"]
+        for name in ("prompt_tokens", "generation_tokens"):
+            lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{labels} {self._engine.counts[name]}"]
+        return "".join(f"{line}\n" for line in lines).encode()
 
     def _models(self) -> Message:
         card = {
