@@ -280,7 +280,7 @@ def _fault(text: str) -> Fault:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def main(arguments: list[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.backend", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -291,6 +291,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-name", default=Settings().model)
     parser.add_argument("--fault", type=_fault, metavar="KIND[@N]", help="what to do wrong, and at which chunk or id")
     parser.add_argument("--fault-every", type=int, default=10, metavar="M", help="to each M-th request (%(default)s)")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.fault_every < 1:
         parser.error("--fault-every must be at least 1")
