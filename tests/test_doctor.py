@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +24,7 @@ from sparseety.checks import Subject
 from sparseety.clock import monotonic_clock
 from sparseety.logwriter import LogWriter
 from sparseety.records import EngineStart, Scope, Source, TokenizerIdentity
+from tests.prometheus_binaries import binary
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "tests/data/toy/bytebpe.json"
@@ -34,7 +36,8 @@ Checks = dict[str, tuple[str, str, str]]  # by name: status, text, fix; of sever
 @pytest.fixture(autouse=True)
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's but those that a test makes; and a disk that is nearly full is not what is looked for."""
-    for name in [name for name in os.environ if name.startswith("SPARSEETY_")]:
+    own = ("SPARSEETY_PROXY_", "SPARSEETY_HOOK_", "SPARSEETY_VERIFY_")
+    for name in [name for name in os.environ if name.startswith(own)]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     Path("sparseety.toml").write_text('[proxy]\nlog_min_free_bytes = "1MiB"\n')
@@ -381,6 +384,39 @@ def test_a_prometheus_that_is_not_there_is_a_failure(capsys):
     [port] = free_ports(1)
     code, checks = run(capsys, "--prometheus", f"http://127.0.0.1:{port}", "--only", "prometheus")
     assert (code, checks["prometheus.reachable"][0]) == (1, "fail")
+
+
+@pytest.mark.observability
+def test_a_real_prometheus_with_the_shipped_configuration_has_the_colon_back(tmp_path, capsys):
+    logs, [port] = tmp_path / "logs", free_ports(1)
+    token = tmp_path / "token"
+    token.write_text("secret")
+    verdicts = 'sparseety_verify_requests_total{model_name="m",verdict="pass"} 1\n'
+    with (
+        server({"/health": "", "/metrics": "metrics"}) as vllm,
+        server({"/metrics": verdicts}) as watch,
+        proxy(logs, vllm, "--admin-token-file", str(token)) as admin,
+    ):
+        config = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
+        places = {"proxy:9001": admin, "vllm:8000": vllm, "verifier:9102": watch}
+        for name, url in places.items():
+            config = config.replace(name, url.removeprefix("http://"))
+        config = config.replace("/run/secrets/sparseety-admin-token", str(token)).replace("15s", "1s")
+        (tmp_path / "prometheus.yml").write_text(config)
+        command = [binary("prometheus"), "--config.file", str(tmp_path / "prometheus.yml")]
+        command += ["--storage.tsdb.path", str(tmp_path / "tsdb"), "--web.listen-address", f"127.0.0.1:{port}"]
+        asked = ["--prometheus", f"http://127.0.0.1:{port}", "--upstream", vllm]
+        asked += ["--only", "prometheus", "--only", "upstream"]
+        with part("Prometheus", command, tmp_path / "prometheus.txt") as running:
+            wait_for(running, port, "/-/ready", 60)
+            deadline = time.monotonic() + 30
+            while run(capsys, *asked)[1].get("prometheus.names") is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            code, checks = run(capsys, *asked)
+    assert checks["upstream.metrics"][0] == "warn"  # a Prometheus 2 is warned of, whether or not it is the one
+    assert {name: check for name, check in checks.items() if name.startswith("prometheus.") and check[0] != "ok"} == {}
+    assert code == 0
 
 
 # ----------------------------------------------------------------------------------------------------- the command
