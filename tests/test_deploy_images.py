@@ -10,8 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.images import ROOT, WAIT, Builder, Composition, Container, network, possible
 
@@ -71,6 +73,11 @@ def running(composed: Composition, name: str) -> Iterator[Container]:
         container.kill()
 
 
+def inside(process: int) -> list[str]:
+    """Begins a command that is run in the network of a process."""
+    return ["nsenter", f"--net=/proc/{process}/ns/net"]
+
+
 def installed(container: Container) -> dict[str, str]:
     listing = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
     done = container.run(["python", "-c", listing])
@@ -104,13 +111,13 @@ def test_the_demo_is_composed_judged_and_stopped_without_a_loss(composed):
         assert proxy.exec(["sh", "-c", "echo > /etc/sparseety/x"]).returncode != 0  # read-only, and not its own
         assert "Uid:\t2000\t2000" in proxy.exec(["cat", "/proc/1/status"]).stdout
         assert "CapEff:\t0000000000000000" in proxy.exec(["cat", "/proc/1/status"]).stdout
-        inside = ["nsenter", f"--net=/proc/{proxy.pid}/ns/net"]
-        clients = [*inside, sys.executable, "-m", "deploy.demo.drive", "http://127.0.0.1:9000/v1"]
+        here = inside(proxy.pid)
+        clients = [*here, sys.executable, "-m", "deploy.demo.drive", "http://127.0.0.1:9000/v1"]
         driven = subprocess.run(clients, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
         assert driven.returncode == 0, driven.stderr
 
         def scraped(url: str, *headers: str) -> str:
-            curl = [*inside, "curl", "-sf", *(word for header in headers for word in ("-H", header)), url]
+            curl = [*here, "curl", "-sf", *(word for header in headers for word in ("-H", header)), url]
             return subprocess.run(curl, capture_output=True, text=True, timeout=WAIT).stdout
 
         assert scraped("http://127.0.0.1:9001/metrics") == ""  # from another container only with the token
@@ -127,6 +134,65 @@ def test_the_demo_is_composed_judged_and_stopped_without_a_loss(composed):
     assert logs.stat().st_mode & 0o777 == 0o700
     for written in logs.glob("*.jsonl"):
         assert (written.stat().st_uid, written.stat().st_mode & 0o777) == (2000, 0o600)
+
+
+def of_pod(pod: dict[str, Any], name: str, builder: Builder, folder: Path, network: int) -> tuple[Container, list[str]]:
+    """A container of a manifest, and its process 1. The volumes are empty folders that anybody may write to, and the
+    secret."""
+    [spec] = [each for each in [*pod["initContainers"], *pod["containers"]] if each["name"] == name]
+    image = builder.build("demo" if name == "vllm" else name)
+    secret = folder / "token"
+    if not secret.exists():
+        secret.mkdir(parents=True)
+        (secret / "admin-token").write_text("secret")
+    binds = []
+    for mount in spec["volumeMounts"]:
+        source = folder / mount["name"]
+        if mount["mountPath"].startswith("/dev/"):
+            continue
+        if not source.exists():
+            source.mkdir(parents=True)
+            source.chmod(0o2777)
+        binds.append((str(source), mount["mountPath"], "ro" if mount.get("readOnly") else "rw"))
+    # Where the demo says that it has its tokenizer from; a model's is in the cache that both mount.
+    binds.append((str(ROOT / "deploy/demo/tokenizer"), "/opt/demo/deploy/demo/tokenizer", "ro"))
+    context = pod["securityContext"]
+    container = Container(
+        image,
+        folder / "containers" / name,
+        network,
+        user=f"{context['runAsUser']}:{context['runAsGroup']}",
+        binds=binds,
+        read_only=spec["securityContext"].get("readOnlyRootFilesystem", False),
+        drop=spec["securityContext"]["capabilities"]["drop"] == ["ALL"],
+    )
+    arguments = list(image.command) if name == "vllm" else [str(word) for word in spec["args"]]
+    return container, [*image.entrypoint, *arguments]
+
+
+def test_the_sidecar_pod_starts_in_its_order_and_ends_in_the_opposite_one(builder, folder):
+    """The demo in vLLM's place."""
+    [manifest] = yaml.safe_load_all((ROOT / "deploy/kubernetes/sidecar/deployment.yaml").read_text())
+    pod = manifest["spec"]["template"]["spec"]
+    ports = {"verifier": 9102, "vllm": 8000, "proxy": 9001}
+    with network() as holder, contextlib.ExitStack() as stack:
+        up = {}
+        for name in [each["name"] for each in [*pod["initContainers"], *pod["containers"]]]:
+            spec = next(each for each in [*pod["initContainers"], *pod["containers"]] if each["name"] == name)
+            probe = spec.get("startupProbe") or spec["readinessProbe"]
+            container, command = of_pod(pod, name, builder, folder / "pod", holder)
+            container.start(command)
+            stack.callback(container.kill)
+            url = f"http://127.0.0.1:{ports[name]}{probe['httpGet']['path']}"
+            ask = [*inside(holder), sys.executable, "-m", "sparseety.probe", url]
+            until(lambda ask=ask: subprocess.run(ask, cwd=ROOT, capture_output=True).returncode == 0, container)
+            up[name] = container
+        clients = [*inside(holder), sys.executable, "-m", "deploy.demo.drive", "http://127.0.0.1:9000/v1"]
+        driven = subprocess.run(clients, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
+        assert driven.returncode == 0, driven.stderr
+        assert [up[name].stop(60) for name in ("proxy", "vllm", "verifier")] == [0, 0, 0]
+    assert "served for another 5 s" in up["proxy"].output()
+    assert "49 pass, 0 fail, 0 incomplete" in up["verifier"].output()
 
 
 def test_a_proxy_without_an_upstream_is_alive_not_ready_and_drains(composed):
