@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,12 +28,14 @@ TOKEN = "/run/secrets/sparseety-admin-token"
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """On a file system of its own: an overlay cannot lie on what it is laid over."""
-    made = Path(tempfile.mkdtemp(prefix="sparseety-images-", dir="/dev/shm"))
-    made.chmod(0o755)
+    made = Path(tempfile.mkdtemp(prefix="sparseety-images-"))
+    # As large as it has to look for the proxy to record; it holds some 300 MB.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12g,mode=0755", "tmpfs", made], check=True)
     try:
         yield made
     finally:
-        shutil.rmtree(made)
+        subprocess.run(["umount", "--lazy", made], check=True)
+        made.rmdir()
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,11 @@ def test_the_demo_is_composed_judged_and_stopped_without_a_loss(composed):
         assert "sparseety_build_info" in scraped("http://127.0.0.1:9001/metrics", f"Authorization: Bearer {secret}")
         passed = 'sparseety_verify_requests_total{model_name="SmolLM2-135M-Instruct",verdict="pass"} 49.0'
         until(lambda: passed in scraped("http://127.0.0.1:9102/metrics"), seer)
+        look = ["sparseety", "doctor", "--only", "logs", "--only", "upstream", "--only"]
+        looked = proxy.exec([*look, "proxy"])
+        assert looked.returncode == 0, looked.stdout
+        looked = seer.exec([*look, "verifier", "--log-dir", "/logs", "--upstream", "http://vllm:8000"])
+        assert looked.returncode == 0, looked.stdout
         # As compose does it: who depends on others goes first.
         assert seer.stop(30) == 0
         assert proxy.stop(50) == 0
