@@ -35,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-    areas = options.only or AREAS
-    results = [result for result in examine(_subject(options)) if result.name.partition(".")[0] in areas]
+    results = list(examine(_subject(options)))
+    if options.only:
+        results = [result for result in results if result.name.partition(".")[0] in options.only]
     code = exit_code(results)
     if options.json:
         checks = [{"name": r.name, "status": r.status, "text": r.text, "fix": r.fix} for r in results]
@@ -70,7 +71,7 @@ def _parts() -> tuple[dict[str, Part], list[Result]]:
     """The programs' checks by name, and what is to be said of those that cannot be loaded."""
     parts: dict[str, Part] = {}
     absent = []
-    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: AREAS.index(entry.name)):
+    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: [*AREAS, entry.name].index(entry.name)):
         try:
             parts[entry.name] = entry.load()
         except ModuleNotFoundError as error:
