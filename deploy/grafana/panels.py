@@ -41,7 +41,7 @@ NEEDS_HOW = {
     "sparsity": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,sparsity",
     "weights": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,weights",
     "experts": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,experts, and a model with experts",
-    "single experts": "the plugin with experts published one by one",
+    "single experts": "the plugin with SPARSEETY_HOOK_METRICS_DETAIL=expert",
     "drafts": "vLLM with speculative decoding",
     "verifier": "verify-tokens --watch",
     "batch": "verify-tokens --prom-textfile and a node exporter",
