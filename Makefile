@@ -53,6 +53,8 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clien
 
 test-observability: $(INSTALLED) ## rules and dashboards, with a real Prometheus (fetched) and, where installed, a real vLLM
 	deploy/prometheus/install.sh $(PROMETHEUS)
+	mkdir -p $(PROMETHEUS)/grafana && cp tests/grafana/package.json $(PROMETHEUS)/grafana
+	! command -v npm >/dev/null || npm install --prefix $(PROMETHEUS)/grafana --silent --no-package-lock --no-audit --no-fund
 	SPARSEETY_TEST_PROMETHEUS=$(PROMETHEUS) $(if $(wildcard $(VLLM_VENV)/bin/vllm),SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL)) \
 	  $(BIN)/python -m pytest -m "observability and not e2e_full"
 

@@ -22,8 +22,8 @@ ACTIVATION = Row(
             "rows",
             "percentunit",
             "sparsity",
-            "Share of exact zeros at the input of a layer's down projection. The layer all stands for all of them where "
-            "SPARSEETY_HOOK_METRICS_DETAIL is totals.",
+            "Share of exact zeros at the input of a layer's down projection. The layer all stands for all of them "
+            "where SPARSEETY_HOOK_METRICS_DETAIL is totals.",
             ((f"avg by (layer) ({_BY_LAYER}{_OF_LAYERS})", "{{layer}}"),),
             12,
             link=_THIS_LAYER,
