@@ -397,6 +397,15 @@ PAUSES = Metric(
     layer="capture",
 )
 
+SPANS = Metric(
+    "sparseety_otlp_spans",
+    "counter",
+    "OpenTelemetry spans of requests that have ended: taken by the collector (exported), not taken by it (failed), or "
+    "given up because too many waited (dropped). All 0 without otlp_endpoint.",
+    labels=(Label("result", ("exported", "failed", "dropped")),),
+    layer="capture",
+)
+
 METRICS: tuple[Metric, ...] = tuple(each for each in globals().copy().values() if isinstance(each, Metric))
 BY_NAME = {metric.name: metric for metric in METRICS}
 

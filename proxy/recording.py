@@ -14,6 +14,7 @@ from proxy.catalogue import BYTES, OTHER, OVERHEAD, RECORDS, SOURCE, UPSTREAM_ER
 from proxy.counters import Counters, LiveStream, ModelNames
 from proxy.headers import HeaderList, get, is_event_stream
 from proxy.protect import Guard, Thresholds
+from proxy.spans import Ended, Spans, carried
 from proxy.tally import Decision, Tally
 from sparseety.clock import Clock
 from sparseety.logwriter import LogWriter
@@ -54,7 +55,11 @@ class Recorder:
         limits: Limits | None = None,
         guard: Guard | None = None,
         names: ModelNames | None = None,
+        spans: Spans | None = None,
+        span_content: bool = False,
     ) -> None:
+        """span_content: spans hold the replies' text."""
+        self.spans, self.span_content = spans, span_content
         self.writer, self.clock, self.counters = writer, clock, counters
         self.limits = limits or Limits()
         self.guard = guard or Guard(Thresholds())
@@ -129,6 +134,8 @@ class Recording:
         self._guard = recorder.guard
         self.uuid, self._arrived = str(uuid4()), recorder.clock()
         self.tally = Tally(recorder.counters, recorder.names, head.endpoint, self._arrived)
+        if recorder.span_content:
+            self.tally.texts = {}
         self._reads = self._bytes = 0
         self._steps: list[Step] = []  # that are not recorded yet
         self.waiting_bytes = 0  # in them
@@ -195,7 +202,11 @@ class Recording:
     def _over(self) -> None:
         """All that will be read of it has been."""
         if self._ending:
-            self.tally.ended(*self._ending[:2], self._decision)
+            outcome, at, _ = self._ending
+            self.tally.ended(outcome, at, self._decision)
+            if (spans := self._recorder.spans) and (endpoint := self._head.endpoint):
+                headers = carried(self._head.headers)
+                spans.put(Ended(self.uuid, endpoint, headers, self._arrived, at, outcome, self.tally))
 
     def _later(self, size: int, step: Callable[..., Iterable[AnyRecord]], *arguments: Any) -> None:
         self._steps.append((step, arguments))

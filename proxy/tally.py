@@ -3,6 +3,7 @@
 Fed with each part that the capture reads, so what is done for each of them is a few list entries and no more.
 """
 
+from bisect import bisect_left
 from typing import Literal
 
 import msgspec
@@ -34,11 +35,12 @@ from proxy.catalogue import (
 from proxy.counters import Counters, ModelNames
 from sparseety.chunks import Part, ReplyBody
 from sparseety.metrics import Cell, Metric, observe
-from sparseety.records import Endpoint, Outcome, Usage
+from sparseety.records import Endpoint, Outcome, RequestParameters, Usage
 
 Decision = Literal["captured", "skipped", "paused", "failed"]
 
 MOST_TOKENS = 1 << 40  # that a server can state of one request; else the sums would be its plaything
+MOST_KEPT = 1 << 16  # code points of a reply, where its text is to be kept
 TRIES = 3  # events that are searched for the model's name
 
 _gap_bounds, _token_bounds = INTER_CHUNK.bounds, CHUNK_TOKENS.bounds
@@ -80,6 +82,38 @@ def model_of(data: bytes) -> str | None:
 class Tally:
     """One request's. `began` and what follows it are set by whoever sees them happen."""
 
+    __slots__ = (
+        "_chunk_tokens",
+        "_counters",
+        "_endpoint",
+        "_gaps",
+        "_ids",
+        "_kept",
+        "_kinds",
+        "_label",
+        "_last_event",
+        "_logprobs",
+        "_names",
+        "began",
+        "characters",
+        "decision",
+        "finished",
+        "first_chunk",
+        "first_token",
+        "headers",
+        "last_token",
+        "model",
+        "parameters",
+        "response_id",
+        "sent",
+        "status",
+        "streams",
+        "texts",
+        "tries",
+        "unread",
+        "usage",
+    )
+
     def __init__(self, counters: Counters, names: ModelNames, endpoint: Endpoint | None, arrived: float) -> None:
         self._counters, self._names, self._endpoint = counters, names, endpoint
         self.began = arrived  # when its body had come, or else its head
@@ -87,7 +121,7 @@ class Tally:
         self.headers: float | None = None  # the reply's head came
         self.status: int | None = None
         self.streams = False  # the reply is an event stream
-        self.asked: str | None = None  # the model, as the client names it
+        self.parameters: RequestParameters | None = None  # what the client asked for
         self.model: str | None = None  # as the reply does
         self.tries = TRIES  # left, to learn it
         self.unread = False  # not all of the reply was read, so what was counted in it is too little
@@ -96,14 +130,23 @@ class Tally:
         self.last_token: float | None = None
         self.finished: dict[int, str | None] = {}  # choice -> why; None: it has begun
         self.characters: int | None = None  # None: nothing was read
+        self.first_chunk: float | None = None
+        self.response_id: str | None = None
+        self.decision: Decision = "captured"
+        self.texts: dict[int, list[str]] | None = None  # choice -> its text, where it is to be kept
+        self._kept = 0  # code points of it
         self._ids: int | None = None
         self._logprobs: int | None = None
         self._label = OTHER
         self._kinds: dict[str, Cell] = {}
-        self._gaps: Cell | None = None
+        self._gaps: Cell = []  # there from the first token on
         self._chunk_tokens: Cell | None = None
-        self._any_chunk = False
         self._last_event = 0
+
+    @property
+    def asked(self) -> str | None:
+        """The model, as the client names it."""
+        return self.parameters.model if self.parameters else None
 
     @property
     def label(self) -> str:
@@ -119,34 +162,48 @@ class Tally:
             return
         self.tries, self.model, self._label = 0, model, self._names.learn(model)
         self._kinds.clear()
-        self._gaps = self._chunk_tokens = None
+        self._chunk_tokens = None
+        if self._gaps:
+            self._gaps = self._cell(INTER_CHUNK)
 
     def part(self, part: Part, event: int, at: float) -> None:
-        """A chunk of a stream: part of its event of this number, which was complete at this time."""
-        kind = self._kinds.get(part.kind)
-        if kind is None:
-            kind = self._kinds[part.kind] = self._cell(CHUNKS, part.kind)
-        kind[0] += 1
-        if not self._any_chunk:
-            self._any_chunk = True
-            self._observe(at - self.began, FIRST_CHUNK)
+        """A chunk of a stream: part of its event of this number, which was complete at this time.
+
+        Called for each chunk, hence in line what could be calls, and lists that are at hand.
+        """
+        try:
+            self._kinds[part.kind][0] += 1
+        except KeyError:
+            self._first_of_kind(part.kind, at)
         ids = part.token_ids
         if ids is not None or part.logprob_count is not None:
             self._count_tokens(ids, part.logprob_count)
         if part.text or ids or part.calls:
-            if self.first_token is None:
-                self.first_token = at
-                self._observe(at - self.began, FIRST_TOKEN)
+            if (last := self.last_token) is None:
+                self._first_token(at)
             elif event != self._last_event:
-                if self._gaps is None:
-                    self._gaps = self._cell(INTER_CHUNK)
-                assert self.last_token is not None
-                observe(self._gaps, _gap_bounds, at - self.last_token)
+                gap, gaps = at - last, self._gaps
+                gaps[bisect_left(_gap_bounds, gap)] += 1
+                gaps[-1] += gap
             self.last_token, self._last_event = at, event
             if part.choice not in self.finished:
                 self.finished[part.choice] = None
+            if self.texts is not None and part.kind == "text":
+                self._keep(self.texts, part.choice, part.text)
         if part.finish_reason:
             self.finished[part.choice] = part.finish_reason
+
+    def _first_of_kind(self, kind: str, at: float) -> None:
+        if self.first_chunk is None:
+            self.first_chunk = at
+            self._observe(at - self.began, FIRST_CHUNK)
+        self._kinds[kind] = self._cell(CHUNKS, kind)
+        self._kinds[kind][0] += 1
+
+    def _first_token(self, at: float) -> None:
+        self.first_token = at
+        self._observe(at - self.began, FIRST_TOKEN)
+        self._gaps = self._cell(INTER_CHUNK)
 
     def _count_tokens(self, ids: list[int] | None, logprobs: int | None) -> None:
         if self._chunk_tokens is None:
@@ -156,6 +213,12 @@ class Tally:
         if logprobs is not None:
             self._logprobs = (self._logprobs or 0) + logprobs
         observe(self._chunk_tokens, _token_bounds, logprobs or 0 if ids is None else len(ids))
+
+    def _keep(self, texts: dict[int, list[str]], choice: int, text: str) -> None:
+        if self._kept < MOST_KEPT:
+            kept = text[: MOST_KEPT - self._kept]
+            self._kept += len(kept)
+            texts.setdefault(choice, []).append(kept)
 
     def state(self, usage: Usage, *, final: bool = True) -> None:
         """The server states token counts. final: those of the output are more than a placeholder at the beginning."""
@@ -169,11 +232,13 @@ class Tally:
     def reply(self, reply: ReplyBody, data: bytes) -> None:
         """A whole reply of a known endpoint, read."""
         self.learn(data)
-        self.characters = 0
+        self.characters, self.response_id = 0, reply.response_id
         for choice in reply.choices:
             self.characters += len(choice.text) + len(choice.reasoning)
             self.characters += sum(len(call.arguments) for call in choice.calls)
             self.finished[choice.choice] = choice.finish_reason
+            if self.texts is not None:
+                self._keep(self.texts, choice.choice, choice.text)
             if choice.token_ids is not None:
                 self._ids = (self._ids or 0) + len(choice.token_ids)
             if choice.logprob_count is not None:
@@ -194,8 +259,18 @@ class Tally:
             return self._logprobs, "logprobs"
         return None
 
+    def per_token(self) -> float | None:
+        """Seconds between output tokens; None: there is no such number, see the metric."""
+        output = self.output()
+        if output is None or output[0] < 2 or len(self.finished) != 1:
+            return None
+        if self.first_token is None or self.last_token is None:
+            return None
+        return (self.last_token - self.first_token) / (output[0] - 1)
+
     def ended(self, outcome: Outcome, at: float, decision: Decision) -> None:
         """To be called once, last."""
+        self.decision = decision
         model, endpoint, counters = self.label, self._endpoint or OTHER, self._counters
         counters.add(1, REQUESTS, model, endpoint, "true" if self.streams else "false", outcome)
         counters.add(1, SAMPLED, SOURCE, decision)
@@ -220,9 +295,8 @@ class Tally:
             tokens, source = output
             self._add(tokens, GENERATION_TOKENS, source)
             self._observe(tokens, REQUEST_GENERATION)
-            one = len(self.finished) == 1
-            if one and tokens > 1 and self.first_token is not None and self.last_token is not None:
-                self._observe((self.last_token - self.first_token) / (tokens - 1), PER_TOKEN)
+            if (seconds := self.per_token()) is not None:
+                self._observe(seconds, PER_TOKEN)
         if self.usage and self.usage.prompt_tokens is not None:
             self._add(self.usage.prompt_tokens, PROMPT_TOKENS, "usage")
             self._observe(self.usage.prompt_tokens, REQUEST_PROMPT)

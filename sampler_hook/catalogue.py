@@ -33,6 +33,7 @@ EVICTED = Metric(
     "tokens",
     (MODEL, ENGINE, Label("reason", ("preemption", "capacity"))),
     layer="sparsity",
+    absent='`reason="capacity"`: unless `kv` is recorded',
 )
 CONTEXT = Metric(
     "sparseety_attention_context_tokens",
@@ -41,6 +42,7 @@ CONTEXT = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER_TYPE),
     layer="sparsity",
+    absent="a model whose configuration does not say how its attention reads",
 )
 ATTENDED = Metric(
     "sparseety_attention_attended_tokens",
@@ -49,6 +51,7 @@ ATTENDED = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER_TYPE),
     layer="sparsity",
+    absent="a model whose configuration does not say how its attention reads",
 )
 DRAFTS = Metric(
     "sparseety_draft_tokens",
@@ -76,6 +79,7 @@ ELEMENTS = Metric(
     "Activation elements inspected, of recorded requests; what was computed again after a preemption is not in it.",
     labels=(MODEL, ENGINE, LAYER, SITE, PHASE),
     layer="sparsity",
+    absent="unless `sparsity` is recorded",
 )
 ZEROS = Metric(
     "sparseety_activation_zero_elements",
@@ -83,6 +87,7 @@ ZEROS = Metric(
     "Of those, the zeros. near: absolute value up to the threshold in sparseety_sparsity_config_info, exact ones too.",
     labels=(MODEL, ENGINE, LAYER, SITE, PHASE, ZERO_KIND),
     layer="sparsity",
+    absent="unless `sparsity` is recorded",
 )
 TOKEN_ZEROS = Metric(
     "sparseety_activation_token_zero_ratio",
@@ -92,6 +97,7 @@ TOKEN_ZEROS = Metric(
     (MODEL, ENGINE, SITE, PHASE, ZERO_KIND),
     RATIO_BOUNDS,
     layer="sparsity",
+    absent="unless `sparsity` is recorded by token (`SPARSEETY_HOOK_SPARSITY_GRAIN`), where one worker sees all",
 )
 WEIGHT_ZEROS = Metric(
     "sparseety_weight_zero_ratio",
@@ -105,6 +111,7 @@ WEIGHT_ZEROS = Metric(
         Label("zero_kind", ("exact",)),
     ),
     layer="sparsity",
+    absent="unless `weights` are recorded",
 )
 ROUTED = Metric(
     "sparseety_moe_tokens_routed",
@@ -113,6 +120,7 @@ ROUTED = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER, PHASE),
     layer="sparsity",
+    absent="unless `experts` are recorded and the model has routers",
 )
 BALANCE = Metric(
     "sparseety_moe_load_balance_ratio",
@@ -121,6 +129,7 @@ BALANCE = Metric(
     "ratio",
     (MODEL, ENGINE, LAYER),
     layer="sparsity",
+    absent="the same; and before the first window",
 )
 ENTROPY = Metric(
     "sparseety_moe_routing_entropy_ratio",
@@ -129,6 +138,7 @@ ENTROPY = Metric(
     "ratio",
     (MODEL, ENGINE, LAYER),
     layer="sparsity",
+    absent="the same; and before the first window",
 )
 IDLE = Metric(
     "sparseety_moe_idle_experts",
@@ -136,6 +146,7 @@ IDLE = Metric(
     "Experts of one layer that no token went to in the last window.",
     labels=(MODEL, ENGINE, LAYER),
     layer="sparsity",
+    absent="the same; and before the first window",
 )
 EXPERT_TOKENS = Metric(
     "sparseety_moe_expert_tokens",
@@ -144,6 +155,7 @@ EXPERT_TOKENS = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER, Label("expert", limit=128)),
     layer="sparsity",
+    absent="unless `SPARSEETY_HOOK_METRICS_DETAIL=expert`",
 )
 SPARSITY_CONFIG = Metric(
     "sparseety_sparsity_config_info",
@@ -155,14 +167,13 @@ SPARSITY_CONFIG = Metric(
         Label("site_set", ("ffn_act", "router", "ffn_act,router", "none")),
     ),
     layer="sparsity",
+    absent="unless a worker counts",
 )
 
 # ------------------------------------------------------------------------------------------------- capture health
 
-KINDS = (
-    *("engine_start", "engine_event", "request_added", "step", "request_finished", "kv"),
-    *("sparsity_start", "weights", "sparsity", "experts", "gap"),
-)
+ENGINE_KINDS = ("engine_start", "engine_event", "request_added", "step", "request_finished", "kv", "gap")
+WORKER_KINDS = ("sparsity_start", "weights", "sparsity", "experts", "gap")
 EVENTS = ("sleep", "wake", "weight_update", "weight_version", "cache_reset", "control", "part_off", "hook_silent")
 
 REQUESTS = Metric(
@@ -184,14 +195,14 @@ RECORDS = Metric(
     "sparseety_capture_records",
     "counter",
     "Records handed to the writer, by event.",
-    labels=(SOURCE, Label("kind", KINDS)),
+    labels=(SOURCE, Label("kind", tuple(dict.fromkeys((*ENGINE_KINDS, *WORKER_KINDS))))),
     layer="capture",
 )
 DROPPED = Metric(
     "sparseety_capture_records_dropped",
     "counter",
     "Records that could not be written; requests concerned are judged incomplete.",
-    labels=(SOURCE, Label("reason", ("other",))),
+    labels=(SOURCE, Label("reason", ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown"))),
     layer="capture",
 )
 PAUSED = Metric(
@@ -244,6 +255,27 @@ LAST = Metric(
     (ENGINE,),
     layer="capture",
 )
+RECORDS_WRITTEN = Metric(
+    "sparseety_capture_records_written",
+    "counter",
+    "Records in the logs, the writers' own included (log_open, log_close, gap).",
+    labels=(SOURCE,),
+    layer="capture",
+)
+SEGMENTS = Metric(
+    "sparseety_capture_segments",
+    "counter",
+    "Files of the logs: opened, closed (in order), packed, deleted (the oldest ones, beyond the cap).",
+    labels=(SOURCE, Label("event", ("opened", "closed", "packed", "deleted"))),
+    layer="capture",
+)
+LOGS_FAILING = Metric(
+    "sparseety_capture_logs_failing",
+    "gauge",
+    "Processes whose log cannot be written now.",
+    labels=(SOURCE,),
+    layer="capture",
+)
 WRITTEN = Metric(
     "sparseety_capture_written_bytes",
     "counter",
@@ -268,6 +300,7 @@ LAST_WRITE = Metric(
     "seconds",
     (SOURCE,),
     layer="capture",
+    absent="before the first write",
 )
 QUEUE = Metric(
     "sparseety_capture_queue_bytes",
@@ -291,21 +324,25 @@ DISK_FREE = Metric(
     "Free bytes on the disk that the log is on.",
     "bytes",
     layer="capture",
+    absent="before the first look at the disk",
 )
 
 ENGINES = (
-    PROMPT, EVICTED, CONTEXT, ATTENDED, DRAFTS, ACCEPTED, REQUESTS, RATE, RECORDS, DROPPED, PAUSED, HOOKS,
-    PLUGIN_EVENTS, STEPS, ERRORS, LAST, BUILD_INFO,
+    PROMPT, EVICTED, CONTEXT, ATTENDED, DRAFTS, ACCEPTED, REQUESTS, RATE, PAUSED, HOOKS, PLUGIN_EVENTS, STEPS,
+    ERRORS, LAST, BUILD_INFO,
 )  # fmt: skip
 """By the process that has the scheduler."""
-WRITERS = (RECORDS, DROPPED, WRITTEN, QUEUE, QUEUE_LIMIT, FLUSH, LAST_WRITE, DISK_FREE)
+WRITERS = (
+    RECORDS, RECORDS_WRITTEN, DROPPED, WRITTEN, SEGMENTS, QUEUE, QUEUE_LIMIT, FLUSH, LAST_WRITE, DISK_FREE,
+    LOGS_FAILING,
+)  # fmt: skip
 """By each process that writes a log."""
 ACTIVATIONS = (ELEMENTS, ZEROS, TOKEN_ZEROS)
 ROUTING = (ROUTED, BALANCE, ENTROPY, IDLE)
 WORKERS = (*ACTIVATIONS, WEIGHT_ZEROS, *ROUTING, EXPERT_TOKENS, SPARSITY_CONFIG)
 """By the workers, where sparsity, experts or weights are counted."""
 
-SUMMED = frozenset({HOOKS.name})
+SUMMED = frozenset({HOOKS.name, LOGS_FAILING.name})
 """Gauges that add up over the processes of an engine. Of others the highest holds."""
 
 METRICS = tuple(dict.fromkeys((*ENGINES, *WORKERS, *WRITERS)))

@@ -31,7 +31,7 @@ ALLOWED = {
 }
 # inside functions only: loaded where and when it is there
 ALLOWED_LATE = {
-    "proxy": {"brotli", "zstandard"},
+    "proxy": {"brotli", "opentelemetry", "zstandard"},
     "sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub", "prometheus_client"},
     "sparseety": {"zstandard"},
 }
