@@ -25,6 +25,7 @@ MODELS = 8  # names of models that get series of their own, by default
 ENDPOINTS = get_args(Endpoint)
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "abort", "error", "repetition", "none", OTHER)
 ERROR_TYPES = ("connect", "tls", "read_timeout", "write_timeout", "reset", "protocol", "http_4xx", "http_5xx")
+COUNT_SOURCES = ("usage", "token_ids", "logprobs")
 PAUSE_REASONS = ("latency", "disk")
 SEGMENT_EVENTS = ("opened", "closed", "packed", "deleted")
 DROP_REASONS = ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown")
@@ -92,7 +93,7 @@ OVERHEAD = Metric(
     "histogram",
     "Time that the proxy adds. request: from the last body byte received to the last byte handed to the upstream "
     "connection, opening one included, once a request. chunk: from a read of the reply taken up to it handed to the "
-    "client's connection, every 16th read of a reply from its first; a wait for a client that does not read is in it.",
+    "client's connection, every 16th read of all replies; a wait for a client that does not read is in it.",
     "seconds",
     (Label("stage", ("request", "chunk")),),
     OVERHEAD_SECONDS,
@@ -203,7 +204,7 @@ GENERATION_TOKENS = Metric(
     "Output tokens of requests that have ended, all choices: sampled ones, the token that stops included where the "
     f"server counts it. {_COUNTED}",
     "tokens",
-    (MODEL, _endpoint, Label("count_source", ("usage", "token_ids", "logprobs"))),
+    (MODEL, _endpoint, Label("count_source", COUNT_SOURCES)),
     layer="token",
 )
 CACHED_TOKENS = Metric(

@@ -13,6 +13,7 @@ from proxy.catalogue import (
     CHARACTERS,
     CHUNK_TOKENS,
     CHUNKS,
+    COUNT_SOURCES,
     DURATION,
     FINISH_REASONS,
     FINISHED,
@@ -43,7 +44,10 @@ MOST_TOKENS = 1 << 40  # that a server can state of one request; else the sums w
 MOST_KEPT = 1 << 16  # code points of a reply, where its text is to be kept
 TRIES = 3  # events that are searched for the model's name
 
+# At hand, for they are asked for again and again.
 _gap_bounds, _token_bounds = INTER_CHUNK.bounds, CHUNK_TOKENS.bounds
+_duration_bounds, _overhead_bounds, _start_bounds = DURATION.bounds, OVERHEAD.bounds, RESPONSE_START.bounds
+_length_bounds, _character_bounds = REQUEST_GENERATION.bounds, CHARACTERS.bounds
 
 # What /v1/responses and /v1/messages say, in the words of chat.
 _REASONS = {
@@ -79,12 +83,47 @@ def model_of(data: bytes) -> str | None:
     return found.model or (inner.model if isinstance(inner, _Named) else None)
 
 
+class Book:
+    """What all tallies of a worker count into; and, by what a request may be, the cells that it adds to."""
+
+    def __init__(self, counters: Counters, names: ModelNames) -> None:
+        self.counters, self.names = counters, names
+        self.endings: dict[tuple[str, str, bool, str, str], tuple[Cell, ...]] = {}
+        self.replies: dict[tuple[str, str, str], tuple[Cell, ...]] = {}
+
+    def ending(self, model: str, endpoint: str, streams: bool, outcome: str, decision: str) -> tuple[Cell, ...]:
+        cell = self.counters.cell
+        found = self.endings[model, endpoint, streams, outcome, decision] = (
+            cell(REQUESTS, model, endpoint, "true" if streams else "false", outcome),
+            cell(SAMPLED, SOURCE, decision),
+            cell(DURATION, model, endpoint, outcome),
+            cell(OVERHEAD, "request"),
+            cell(RESPONSE_START, model, endpoint),
+        )
+        return found
+
+    def reply(self, model: str, endpoint: str, source: str) -> tuple[Cell, ...]:
+        """source: of the number of output tokens, or why there is none."""
+        cell = self.counters.cell
+        counted = source in COUNT_SOURCES
+        found = self.replies[model, endpoint, source] = (
+            [] if counted else cell(UNCOUNTED, model, endpoint, source),
+            cell(GENERATION_TOKENS, model, endpoint, source) if counted else [],
+            cell(REQUEST_GENERATION, model, endpoint),
+            cell(PROMPT_TOKENS, model, endpoint, "usage"),
+            cell(REQUEST_PROMPT, model, endpoint),
+            cell(CACHED_TOKENS, model, endpoint),
+            cell(CHARACTERS, model, endpoint),
+        )
+        return found
+
+
 class Tally:
     """One request's. `began` and what follows it are set by whoever sees them happen."""
 
     __slots__ = (
+        "_book",
         "_chunk_tokens",
-        "_counters",
         "_endpoint",
         "_gaps",
         "_ids",
@@ -93,7 +132,6 @@ class Tally:
         "_label",
         "_last_event",
         "_logprobs",
-        "_names",
         "began",
         "characters",
         "decision",
@@ -114,8 +152,8 @@ class Tally:
         "usage",
     )
 
-    def __init__(self, counters: Counters, names: ModelNames, endpoint: Endpoint | None, arrived: float) -> None:
-        self._counters, self._names, self._endpoint = counters, names, endpoint
+    def __init__(self, book: Book, endpoint: Endpoint | None, arrived: float) -> None:
+        self._book, self._endpoint = book, endpoint
         self.began = arrived  # when its body had come, or else its head
         self.sent: float | None = None  # its last byte went to the upstream connection
         self.headers: float | None = None  # the reply's head came
@@ -151,7 +189,7 @@ class Tally:
     @property
     def label(self) -> str:
         """The value of model_name."""
-        return self._label if self.model else self._names.known(self.asked)
+        return self._label if self.model else self._book.names.known(self.asked)
 
     # ------------------------------------------------------------------------------------------ while it is read
 
@@ -160,7 +198,7 @@ class Tally:
         self.tries -= 1
         if self.status is None or not 200 <= self.status < 300 or not (model := model_of(data)):
             return
-        self.tries, self.model, self._label = 0, model, self._names.learn(model)
+        self.tries, self.model, self._label = 0, model, self._book.names.learn(model)
         self._kinds.clear()
         self._chunk_tokens = None
         if self._gaps:
@@ -271,48 +309,48 @@ class Tally:
     def ended(self, outcome: Outcome, at: float, decision: Decision) -> None:
         """To be called once, last."""
         self.decision = decision
-        model, endpoint, counters = self.label, self._endpoint or OTHER, self._counters
-        counters.add(1, REQUESTS, model, endpoint, "true" if self.streams else "false", outcome)
-        counters.add(1, SAMPLED, SOURCE, decision)
-        counters.observe(max(0.0, at - self.began), DURATION, model, endpoint, outcome)
+        key = (self.label, self._endpoint or OTHER, self.streams, outcome, decision)
+        requests, sampled, duration, before, start = self._book.endings.get(key) or self._book.ending(*key)
+        requests[0] += 1
+        sampled[0] += 1
+        observe(duration, _duration_bounds, at - self.began)
         if self.sent is not None:
-            counters.observe(max(0.0, self.sent - self.began), OVERHEAD, "request")
+            observe(before, _overhead_bounds, self.sent - self.began)
             if self.headers is not None and self.headers >= self.sent:
-                counters.observe(self.headers - self.sent, RESPONSE_START, model, endpoint)
+                observe(start, _start_bounds, self.headers - self.sent)
         if self._endpoint and self.status is not None and 200 <= self.status < 300:
-            self._count_reply(decision)
+            self._count_reply(self._endpoint, decision)
 
-    def _count_reply(self, decision: Decision) -> None:
+    def _count_reply(self, endpoint: Endpoint, decision: Decision) -> None:
         output = self.output() if decision == "captured" else None
+        key = (self.label, endpoint, output[1] if output else self._why_uncounted(decision))
+        found = self._book.replies.get(key) or self._book.reply(*key)
+        uncounted, generation, of_generation, prompt, of_prompt, cached, characters = found
         if output is None:
-            uncounted = "no_count"
-            if decision != "captured":
-                uncounted = "capture_off" if decision == "skipped" else decision
-            elif self.unread:
-                uncounted = "unread"
-            self._add(1, UNCOUNTED, uncounted)
+            uncounted[0] += 1
         else:
-            tokens, source = output
-            self._add(tokens, GENERATION_TOKENS, source)
-            self._observe(tokens, REQUEST_GENERATION)
+            generation[0] += output[0]
+            observe(of_generation, _length_bounds, output[0])
             if (seconds := self.per_token()) is not None:
                 self._observe(seconds, PER_TOKEN)
         if self.usage and self.usage.prompt_tokens is not None:
-            self._add(self.usage.prompt_tokens, PROMPT_TOKENS, "usage")
-            self._observe(self.usage.prompt_tokens, REQUEST_PROMPT)
+            prompt[0] += self.usage.prompt_tokens
+            observe(of_prompt, _length_bounds, self.usage.prompt_tokens)
         if self.usage and self.usage.cached_tokens is not None:
-            self._add(self.usage.cached_tokens, CACHED_TOKENS)
+            cached[0] += self.usage.cached_tokens
         if self.characters is not None:
-            self._observe(self.characters, CHARACTERS)
+            observe(characters, _character_bounds, self.characters)
         for reason in self.finished.values():
-            self._add(1, FINISHED, "none" if reason is None else _REASONS.get(reason, OTHER))
+            self._cell(FINISHED, "none" if reason is None else _REASONS.get(reason, OTHER))[0] += 1
+
+    def _why_uncounted(self, decision: Decision) -> str:
+        if decision != "captured":
+            return "capture_off" if decision == "skipped" else decision
+        return "unread" if self.unread else "no_count"
 
     def _cell(self, metric: Metric, *labels: str) -> Cell:
         """Of a metric of the known endpoints."""
-        return self._counters.cell(metric, self.label, self._endpoint or OTHER, *labels)
-
-    def _add(self, amount: float, metric: Metric, *labels: str) -> None:
-        self._cell(metric, *labels)[0] += amount
+        return self._book.counters.cell(metric, self.label, self._endpoint or OTHER, *labels)
 
     def _observe(self, value: float, metric: Metric, *labels: str) -> None:
         observe(self._cell(metric, *labels), metric.bounds, value)
