@@ -38,20 +38,30 @@ NO_DRAFTS = {  # without speculative decoding, vLLM has no such metrics, and a m
 }
 
 
+WINDOW = {  # how experts are used is said of a minute
+    "sparseety-overview: Least even layer of experts",
+    "sparseety-sparsity: Evenness by layer",
+    "sparseety-sparsity: Entropy of the routing by layer",
+    "sparseety-sparsity: Idle experts by layer",
+}
+
+
 @dataclass(frozen=True)
 class Setup:
     workers: int
     arguments: tuple[str, ...]
     empty: set[str]
+    seconds: float = 30  # in which each panel may find its answer
 
 
 SETUPS = [
-    pytest.param(Setup(1, (), DISK | NO_DRAFTS), id="1 worker, 1 API server"),
+    pytest.param(Setup(1, (), DISK | NO_DRAFTS | WINDOW), id="1 worker, 1 API server"),
     pytest.param(
         Setup(
             4,
             ("--data-parallel-size", "2", "--api-server-count", "2", "--speculative-config", DRAFTS),
-            DISK | {"sparseety-sparsity: Tokens of a step"},  # a random model may have no draft that is scheduled
+            DISK,
+            seconds=120,
         ),
         id="4 workers, 2 API servers, 2 engines, drafts",
         marks=pytest.mark.e2e_full,
@@ -123,7 +133,11 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     setup: Setup = request.param
     folder = tmp_path_factory.mktemp("live")
     logs, admin, listen, metrics = folder / "logs", free_port(), free_port(), free_port()
-    hook = {"SPARSEETY_HOOK_CAPTURE": "tokens,sparsity,experts,weights", "SPARSEETY_HOOK_METRICS_DETAIL": "expert"}
+    hook = {
+        "SPARSEETY_HOOK_CAPTURE": "tokens,sparsity,experts,weights",
+        "SPARSEETY_HOOK_SPARSITY_GRAIN": "token",
+        "SPARSEETY_HOOK_METRICS_DETAIL": "expert",
+    }
     arguments = ("--enable-prompt-tokens-details", *setup.arguments)
     model = tiny_model(folder, "qwen-moe")
     with contextlib.ExitStack() as stack:
@@ -146,7 +160,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         with sent.running():
             until(lambda: len(sent.got) >= 12, 60)
             batch_run(logs, folder / "textfile/metrics")
-            unanswered = ask_all(server, 45, setup.empty)
+            unanswered = ask_all(server, setup.seconds, setup.empty)
         settled(server, len(sent.got))
         pages = {job: page(url) for job, url in urls.items()}
         yield Live(setup, server, sent, unanswered, pages)

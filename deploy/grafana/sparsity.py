@@ -69,7 +69,7 @@ ACTIVATION = Row(
             "Zeros of a token",
             "lines",
             "percentunit",
-            "sparsity",
+            "single tokens",
             "Share of exact zeros of one token over all layers: how far tokens differ.",
             quantiles(
                 "sparseety_activation_token_zero_ratio", '{E, zero_kind="exact", phase=~"$phase"}', 0.1, 0.5, 0.9
