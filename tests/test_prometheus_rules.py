@@ -56,6 +56,7 @@ def _sampled() -> World:
 def _paused_by_the_operator() -> World:
     world = World(2 * HOUR).set(r'sampling_ratio\{.*source="plugin"', f"1x60 0x{2 * HOUR - 61}")
     world.set(r'capture_paused\{.*reason="operator"', f"0x60 1x{2 * HOUR - 61}")
+    world.set(r'plugin_hooks\{.*state="attached"', f"1x60 0x{2 * HOUR - 61}")
     return world.set("last_event_timestamp", f"0+{STEP}x60 {60 * STEP}x{2 * HOUR - 61}")
 
 
