@@ -26,6 +26,7 @@ ENDPOINTS = get_args(Endpoint)
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "abort", "error", "repetition", "none", OTHER)
 ERROR_TYPES = ("connect", "tls", "read_timeout", "write_timeout", "reset", "protocol", "http_4xx", "http_5xx")
 COUNT_SOURCES = ("usage", "token_ids", "logprobs")
+REFUSALS = ("bad_request", "headers_too_large", "request_timeout", "not_implemented", "http_version", "internal_error")
 PAUSE_REASONS = ("latency", "disk")
 SEGMENT_EVENTS = ("opened", "closed", "packed", "deleted")
 DROP_REASONS = ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown")
@@ -51,8 +52,17 @@ REQUESTS = Metric(
     "Requests that have ended, in whatever way. stream: the reply was an event stream. outcome: as in the log's "
     "stream_done and response; a reply with an HTTP error status is complete, see sparseety_upstream_errors_total. "
     "model_name: the reply's model, else the one asked for where a reply has named it before, else other. "
-    "Requests refused before they were relayed (no valid HTTP/1) are not among them.",
+    "Requests that were not relayed are in sparseety_proxy_requests_refused_total instead.",
     labels=(MODEL, _any_endpoint, Label("stream", ("false", "true")), _outcome),
+    layer="service",
+)
+REFUSED = Metric(
+    "sparseety_proxy_requests_refused",
+    "counter",
+    "Requests that the proxy answered itself and relayed nothing of, or broke off in their body, because they are no "
+    "HTTP/1 of one reading or ask for what it does not do. code: the type in the error that it answers with. They are "
+    "in no log.",
+    labels=(Label("code", REFUSALS),),
     layer="service",
 )
 IN_FLIGHT = Metric(

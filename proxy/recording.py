@@ -204,12 +204,16 @@ class Recording:
 
     def _over(self) -> None:
         """All that will be read of it has been."""
-        if self._ending:
-            outcome, at, _ = self._ending
+        if self._ending is None:
+            return
+        outcome, at, _ = self._ending
+        try:
             self.tally.ended(outcome, at, self._decision)
             if (spans := self._recorder.spans) and (endpoint := self._head.endpoint):
                 headers = carried(self._head.headers)
                 spans.put(Ended(self.uuid, endpoint, headers, self._arrived, at, outcome, self.tally))
+        except Exception:
+            log.exception("request %d is not counted", self._number)
 
     def _later(self, size: int, step: Callable[..., Iterable[AnyRecord]], *arguments: Any) -> None:
         self._steps.append((step, arguments))

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.catalogue import METRICS, series_bound
+from proxy import front
+from proxy.catalogue import METRICS, REFUSALS, series_bound
 from proxy.config import read_config
 from proxy.counters import Counters, ModelNames
+from proxy.refusal import Refusal
+from proxy.tally import Tally
 from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs, read_log
 from sparseety.records import Gap, Response, StreamDone
@@ -26,6 +29,7 @@ from tests.raw_upstream import (
     RawClient,
     chunk,
     chunked,
+    records,
     reply,
     running_proxy,
     running_upstream,
@@ -413,6 +417,49 @@ def test_the_time_to_the_first_token_passes_over_a_role_and_begins_with_the_requ
             first = proxy.metric("sparseety_time_to_first_token_seconds_sum")
             assert 0 < proxy.metric("sparseety_time_to_first_chunk_seconds_sum") <= first < pause
             assert first <= proxy.metric("sparseety_proxy_request_duration_seconds_sum") < pause
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"POST / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", "bad_request"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"x" * (1 << 17) + b"\r\n\r\n", "headers_too_large"),
+        (b"BREW / HTTP/1.1\r\nhost: a\r\n\r\n", "not_implemented"),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "bad_request"),
+    ],
+)
+def test_what_is_refused_before_it_is_relayed_is_counted_by_itself(tmp_path, data, code):
+    with running_upstream(reply(b"{}")) as upstream, running_proxy(tmp_path, upstream.url) as proxy:
+        with proxy.client() as client:
+            client.send(data)
+            client.read_to_end()
+        assert proxy.metric("sparseety_proxy_requests_refused_total") == 1
+        assert proxy.metric("sparseety_proxy_requests_refused_total", code=code) == 1
+        until(lambda: not proxy.metric("sparseety_proxy_requests_in_flight"))
+
+
+def test_each_refusal_of_the_front_has_its_label():
+    codes = {each.code for each in vars(front).values() if isinstance(each, Refusal)}
+    assert codes == set(REFUSALS)
+
+
+def test_a_fault_in_the_counting_harms_neither_the_request_nor_the_log(tmp_path, monkeypatch, caplog):
+    counted, faults = Tally.ended, iter([True])
+
+    def ended(*args):
+        if next(faults, False):
+            raise ZeroDivisionError
+        counted(*args)
+
+    monkeypatch.setattr(Tally, "ended", ended)
+    with running_upstream() as upstream:
+        upstream.choose = choose
+        with running_proxy(tmp_path, upstream.url) as proxy:
+            for _ in range(2):
+                send(proxy.service.listen.port, "completions", "whole")
+            until(lambda: proxy.metric("sparseety_proxy_requests_total") == 1)
+    assert "request 1 is not counted" in caplog.text
+    assert sum(isinstance(record, Response) for record in records(proxy.log_dir)) == 2
 
 
 def test_whether_the_upstream_is_up_is_asked_by_the_scrape(tmp_path):
