@@ -263,6 +263,11 @@ FIRES = {
         {},
         "No verify-tokens run has ended for 1d 3h 0m 0s",
     ),
+    "SparSEEtyStabilityGateFailed": Fires(
+        _changed("stability_run_gate", "0x{}", 10),
+        {"model_name": "m", "gate": "x"},
+        "The stability run of m was rejected: x",
+    ),
     "SparSEEtyActivationSparsityShift": Fires(
         lambda: _long(A_DAY + 4 * 3600).set(
             r'zero_elements_total\{.*layer="1".*zero_kind="exact"',

@@ -32,6 +32,7 @@ NEEDS = {
     "drafts": "Not observed: no speculative decoding",
     "verifier": "Not observed: no verify-tokens --watch is scraped",
     "batch": "Not observed: no verify-tokens run was reported",
+    "stability": "Not observed: no stability run was reported",
     "capture": "Not observed: neither proxy nor plugin is scraped",
 }
 NEEDS_HOW = {
@@ -47,6 +48,7 @@ NEEDS_HOW = {
     "drafts": "vLLM with speculative decoding",
     "verifier": "verify-tokens --watch",
     "batch": "verify-tokens --prom-textfile and a node exporter",
+    "stability": "sparseety stability compare --prom-textfile and a node exporter",
     "capture": "the proxy or the plugin",
 }
 
