@@ -100,7 +100,7 @@ class Sent:
     def _run(self) -> None:
         for number in range(200):
             self.got += asyncio.run(send_all(self.url, asks(number), at_once=3))
-            if self._stop.wait(0.2):
+            if self._stop.wait(1):
                 return
 
     @contextlib.contextmanager
@@ -218,7 +218,8 @@ def ask_all(server: Prometheus, seconds: float, empty: set[str]) -> set[str]:
 def settled(server: Prometheus, requests: int) -> None:
     """Everything sent is judged, and was scraped since."""
     judged = "sum(sparseety_verify_requests_total)"
-    until(lambda: server.number(judged) == requests, 60, lambda: (server.ask(judged), requests))
+    behind = "sparseety_verify_backlog_requests"
+    until(lambda: server.number(judged) == requests, 60, lambda: (server.ask(judged), server.ask(behind), requests))
     scraped = server.number("min(count_over_time(up[10m]))") or 0
     until(lambda: (server.number("min(count_over_time(up[10m]))") or 0) >= scraped + 3, 20)
 
