@@ -140,7 +140,7 @@ def _bounded() -> Iterator[Scenario]:
     quiet, noisy = Truth(ties=0.005), Truth(ties=0.01)
     for wrong in (_accept, _reject):
         yield Scenario(
-            f"hard rate at its bound of 6 %, {wrong}",
+            f"bounded-change, hard rate at its bound of 6 %, {wrong}",
             wrong,
             "bounded-change",
             300,
@@ -148,24 +148,24 @@ def _bounded() -> Iterator[Scenario]:
             hard,
         )
         yield Scenario(
-            f"hard rate 4 % above a yardstick's 2 %, {wrong}", wrong, "bounded-change", 300,
+            f"bounded-change, hard rate 4 % above a yardstick's 2 %, {wrong}", wrong, "bounded-change", 300,
             {"a2": quiet, "b": Truth(0.06), "fp8": Truth(0.02)}, hard,
         )  # fmt: skip
         yield Scenario(
-            f"hazard 1.5 times the noise, {wrong}", wrong, "bounded-change", 300,
+            f"bounded-change, hazard 1.5 times the noise, {wrong}", wrong, "bounded-change", 300,
             {"a2": noisy, "b": Truth(ties=0.015)}, hazard,
         )  # fmt: skip
         yield Scenario(
-            f"teacher-forced disagreement at 3 %, {wrong}", wrong, "bounded-change", 30,
+            f"bounded-change, teacher-forced disagreement at 3 %, {wrong}", wrong, "bounded-change", 30,
             {"a2": quiet, "b": Truth(forced=0.03)}, taught,
         )  # fmt: skip
         yield Scenario(
-            f"teacher-forced 1.5 times a yardstick's 2 %, {wrong}", wrong, "bounded-change", 30,
+            f"bounded-change, teacher-forced 1.5 times a yardstick's 2 %, {wrong}", wrong, "bounded-change", 30,
             {"a2": quiet, "b": Truth(forced=0.03), "fp8": Truth(forced=0.02)}, taught,
         )  # fmt: skip
     everything = GateSettings()
     yield Scenario(
-        "all three bounds met by half, reject",
+        "bounded-change, all three bounds met by half, reject",
         _reject,
         "bounded-change",
         300,

@@ -351,7 +351,9 @@ def test_every_alert_is_among_those_that_are_made_to_fire() -> None:
 def test_rules_and_configuration_are_free_of_lint() -> None:
     promtool = binary("promtool")
     subprocess.run([promtool, "check", "rules", "--lint=all", *map(str, RULES)], check=True, capture_output=True)
-    subprocess.run([promtool, "check", "config", str(ROOT / "deploy/prometheus/prometheus.yml")], check=True)
+    # Not whether a file with the admin token is here.
+    config = str(ROOT / "deploy/prometheus/prometheus.yml")
+    subprocess.run([promtool, "check", "config", "--syntax-only", config], check=True)
 
 
 def test_every_alert_has_a_page_of_what_to_do() -> None:

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier.stability.intervals import (
+    clustered_ratio,
+    clustered_share,
     mcnemar,
     median_limits,
     paired_difference,
@@ -15,6 +17,7 @@ from verifier.stability.intervals import (
     ratio_limits,
     resampled,
     share_limits,
+    t_value,
     wilson,
 )
 from verifier.stability.survival import events_needed, log_rank, survival
@@ -104,6 +107,27 @@ def test_repeats_that_are_alike_do_not_narrow_what_is_resampled():
     once = [(1.0, 1.0)] * 30 + [(0.0, 1.0)] * 70
     often = [(other * 8, of * 8) for other, of in once]
     assert resampled(often, (0, 500), 0.025, 0.025) == resampled(once, (0, 500), 0.025, 0.025)
+
+
+def test_a_few_disagreements_against_none_do_not_prove_a_ratio():
+    few = [(1.5, 0.5)] * 3 + [(0.0, 0.0)] * 13
+    spread = [(ours + 0.03, theirs + 0.03) for ours, theirs in few]
+    nothing = [(0.03, 0.03)] * 16
+    assert clustered_ratio([(1.03, 0.03)] * 3 + nothing[:13], 0.05, 0.05)[0] < 1
+    assert clustered_ratio(nothing, 0.05, 0.05)[1] > 10  # none against none bounds nothing
+    assert clustered_ratio(spread, 0.05, 0.05)[0] < 3 < clustered_ratio(spread, 0.05, 0.05)[1]
+
+
+def test_a_share_whose_hits_come_together_is_less_sure():
+    even, uneven = [(2.0, 100.0)] * 20, [(8.0, 100.0)] * 5 + [(0.0, 100.0)] * 15
+    low, high = clustered_share(even, 0.05, 0.05)
+    wide = clustered_share(uneven, 0.05, 0.05)
+    assert wide[0] < low < 0.02 < high < wide[1]
+    assert clustered_share([(5.0, 100.0)] + [(0.0, 100.0)] * 9, 0.05, 0.05) == (0.0, 1.0)  # all in one prompt
+
+
+def test_students_quantiles_are_those_of_the_table():
+    assert [round(t_value(0.95, n), 3) for n in (1, 5, 15, 30)] == [6.314, 2.015, 1.753, 1.697]
 
 
 def test_survival_of_the_leukaemia_trial():

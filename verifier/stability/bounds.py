@@ -80,7 +80,7 @@ def _hazard(candidate: Compared, reference: Compared, levels: tuple[float, float
     ours, theirs = candidate.one_each_events(), reference.one_each_events()
     name = f"hazard ratio to {'the noise arm' if reference.name == 'noise' else reference.name}"
     counts = f"{ours[0]} in {ours[1]} positions against {theirs[0]} in {theirs[1]}"
-    if not ours[0]:
+    if not ours[0]:  # whatever it is a multiple of, it is below 3 in the positions at risk: within any bound
         estimate = Estimate(value=0.0, low=0.0, high=0.0, method="no first difference")
         return _bound(name, estimate, bound, f"{counts}, bound {bound:g}")
     estimate = _ratio(ours, theirs, levels)
@@ -123,6 +123,8 @@ def forced_ratio(ours: Counts, theirs: Counts, levels: tuple[float, float]) -> E
     shared = sorted(ours.keys() & theirs.keys())
     if len(shared) < _LEAST_PROMPTS:
         return Estimate(value=None, low=None, high=None, method=f"fewer than {_LEAST_PROMPTS} prompts")
+    if not any(ours[p][0] for p in shared):
+        return Estimate(value=0.0, low=0.0, high=0.0, method="no disagreement")  # as of no first difference
     share = [sum(counts[p][1] for p in shared) for counts in (ours, theirs)]
     # half a disagreement more on either side, spread over the prompts: a ratio to 0 has no limits
     spread = 0.5 / len(shared)

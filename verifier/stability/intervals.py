@@ -136,10 +136,11 @@ def clustered_share(groups: Sequence[tuple[float, float]], below: float, above: 
     groups are taken to be as uneven as exponential ones at least, whose mean is gamma distributed
     (benchmarks/gate_simulation.py has the rates).
     """
-    error = max(_jackknife(groups), 1 / sqrt(len(groups)))
+    hits = sum(g[0] for g in groups)
+    error = max(_jackknife(groups), 1 / sqrt(len(groups)), 1 / sqrt(hits))
     if error == inf:
         return 0.0, 1.0
-    share, count = sum(g[0] for g in groups) / sum(g[1] for g in groups), 1 / error**2  # as many groups, exponential
+    share, count = hits / sum(g[1] for g in groups), 1 / error**2  # as many groups, exponential
     top = count + 20 * sqrt(count) + 20
     least, most = (_solve(lambda x: gamma_cdf(x, count), p, 0, top) for p in (above, 1 - below))
     return share * count / most, min(share * count / least, 1.0) if least else 1.0
@@ -148,12 +149,14 @@ def clustered_share(groups: Sequence[tuple[float, float]], below: float, above: 
 def clustered_ratio(groups: Sequence[tuple[float, float]], below: float, above: float) -> tuple[float, float]:
     """Limits of sum(numerators) / sum(denominators), both counted in the same groups: jackknife of the logarithm.
 
+    No surer than two Poisson counts of that size: groups that all count 0 look as if 0 were certain.
     Source: Miller, Biometrika 61 (1974).
     """
-    error, n = _jackknife(groups), len(groups)
+    top, bottom, n = sum(g[0] for g in groups), sum(g[1] for g in groups), len(groups)
+    error = max(_jackknife(groups), sqrt(1 / top + 1 / bottom))
     if error == inf:
         return 0.0, inf
-    ratio = sum(g[0] for g in groups) / sum(g[1] for g in groups)
+    ratio = top / bottom
     return ratio * exp(-t_value(1 - below, n - 1) * error), ratio * exp(t_value(1 - above, n - 1) * error)
 
 

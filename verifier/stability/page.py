@@ -89,7 +89,7 @@ def _sections(analysis: Analysis, texts: "_Texts") -> Iterator[str]:
 def _verdict(analysis: Analysis) -> str:
     verdict = analysis.verdict
     warned = f'<p class="open">Warnings</p>{bullets(verdict.warnings)}' if verdict.warnings else ""
-    notes = bullets(analysis.facts.notes)
+    notes = f'<p class="note">Notes</p>{bullets(analysis.facts.notes)}' if analysis.facts.notes else ""
     decision = f"{_MARKS[verdict.decision]} {verdict.decision.upper()}"
     return (
         f'<div class="verdict {verdict.decision}"><strong>{decision}</strong> '
