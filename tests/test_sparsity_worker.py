@@ -147,6 +147,23 @@ found = [states, engine.close()]
     ]
 
 
+def test_hooks_that_the_operator_took_off_are_not_expected(tmp_path: Path) -> None:
+    """Else their absence would be told as a fault."""
+    found = followed(
+        tmp_path,
+        """
+engine, found = Engine(), []
+for on in ("true", "false", "true"):
+    engine.switch('{"on": %s}' % on)
+    engine.step(a=1)
+    hooks = engine.part._counting.hooks()["ffn_act"]
+    found.append([hooks["expected"], hooks["attached"]])
+engine.close()
+""",
+    )
+    assert found == [[1, 1], [0, 0], [1, 1]]
+
+
 def test_hooks_of_a_compiled_model_stay_and_count_for_no_one(tmp_path: Path) -> None:
     states, logs = followed(
         tmp_path,
