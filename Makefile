@@ -9,13 +9,14 @@ OLDER_VLLM_VENV := .venv-vllm-0.28
 VLLM_MODEL := demo-model
 CLIENTS := .clients
 DEPLOY_TOOLS := .deploy-tools
+PROMETHEUS := .prometheus
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients test-deploy e2e-full install-vllm lock clean
+.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients test-deploy test-observability e2e-full install-vllm lock clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## the environment .venv, with locked packages and this checkout (done once)
 
@@ -54,6 +55,13 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clien
 test-deploy: $(INSTALLED) $(DEPLOY_TOOLS)/.installed ## Dockerfile, composition and manifests, with linters and schemas
 	SPARSEETY_TEST_DEPLOY_TOOLS=$(DEPLOY_TOOLS) $(BIN)/python -m pytest tests/test_deploy_files.py tests/test_deploy_nginx.py
 
+test-observability: $(INSTALLED) ## rules and dashboards, with a real Prometheus (fetched) and, where installed, a real vLLM
+	deploy/prometheus/install.sh $(PROMETHEUS)
+	mkdir -p $(PROMETHEUS)/grafana && cp tests/grafana/package.json $(PROMETHEUS)/grafana
+	! command -v npm >/dev/null || npm install --prefix $(PROMETHEUS)/grafana --silent --no-package-lock --no-audit --no-fund
+	SPARSEETY_TEST_PROMETHEUS=$(PROMETHEUS) $(if $(wildcard $(VLLM_VENV)/bin/vllm),SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL)) \
+	  $(BIN)/python -m pytest -m "observability and not e2e_full"
+
 install-vllm: check-python
 	PYTHON=$(PYTHON) deploy/vllm_cpu/install.sh $(VLLM_VENV) $(VLLM_MODEL)
 
@@ -67,7 +75,7 @@ lock: check-python ## requirements.lock anew, with the newest packages that pypr
 	printf 'hatchling>=1.27\n' | $(LOCK_IMAGE) -o deploy/docker/build.lock -
 
 clean: ## what the targets above made, the environments included
-	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) $(DEPLOY_TOOLS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) $(DEPLOY_TOOLS) $(PROMETHEUS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -148,8 +148,8 @@ class RequestCapture:
         body = copy.take() if copy and complete else None
         headers = self._head.headers
         parameters = read_parameters(body, self._endpoint) if body and self._endpoint else None
-        if self._tally and parameters:
-            self._tally.asked = parameters.model
+        if self._tally:
+            self._tally.parameters = parameters
         records: list[AnyRecord] = [
             RequestStart(
                 ts=self._arrived,

@@ -29,6 +29,7 @@ _Address = Annotated[Address, BeforeValidator(values.read_address)]
 _Url = Annotated[str, BeforeValidator(values.read_url)]
 _Switch = Annotated[bool, BeforeValidator(values.read_switch)]
 _Count = Annotated[int, BeforeValidator(values.read_count)]
+_Endpoint = Annotated[str | None, BeforeValidator(values.read_collector)]
 _Number = Annotated[int, BeforeValidator(values.read_number)]
 _Seconds = Annotated[float, BeforeValidator(values.read_seconds)]
 _SomeSeconds = Annotated[float, BeforeValidator(values.read_some_seconds)]
@@ -92,6 +93,10 @@ class ProxyConfig(BaseModel):
     max_series: _Number = _setting(
         20_000, "N", "that /metrics may come to; with more possible the proxy does not start"
     )
+    otlp_endpoint: _Endpoint = _setting(
+        None, "URL", "an OpenTelemetry collector that gets a span for each request, over HTTP; needs the extra otel"
+    )
+    otlp_content: _Switch = _setting(False, None, "put the text of replies into the spans")
     protect: _Switch = _setting(True, None, "pause the capture while its own cost delays the relay")
     protect_lag: _SomeSeconds = _setting(0.02, "TIME", "a delay by the capture that is too much")
     protect_after: _Seconds = _setting(30.0, "TIME", "how long it may last before the capture pauses")

@@ -100,6 +100,8 @@ class EventReader:
             response_id = None
         elif response_id is not None:
             self._response_id = response_id
+            if self._tally:
+                self._tally.response_id = response_id
         for part in parts[:-1]:
             records.append(self._chunk(part, None, response_id, raw))
             response_id = raw = None

@@ -10,7 +10,7 @@ import logging
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import unquote
 
 import httptools
@@ -53,6 +53,13 @@ class _Refused(Exception):
 
     def __init__(self, refusal: Refusal) -> None:
         self.refusal = refusal
+
+
+@runtime_checkable
+class CountsRefusals(Protocol):
+    """An application that wants to know what never reached it."""
+
+    def refused(self, code: str) -> None: ...
 
 
 def watch_peers(listener: socket.socket) -> None:
@@ -323,6 +330,8 @@ class FrontProtocol(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Nothing more is read from this client. Its earlier requests get their replies first."""
         log.debug("refused a request: %s", refusal.code)
+        if isinstance(self.app, CountsRefusals):
+            self.app.refused(refusal.code)
         self._closing = True
         self._stop_head_timer()
         broken = self.cycle if self._in_body else None  # the request that went wrong inside its body

@@ -14,7 +14,8 @@ from proxy.catalogue import BYTES, OTHER, OVERHEAD, RECORDS, SOURCE, UPSTREAM_ER
 from proxy.counters import Counters, LiveStream, ModelNames
 from proxy.headers import HeaderList, get, is_event_stream
 from proxy.protect import Guard, Thresholds
-from proxy.tally import Decision, Tally
+from proxy.spans import Ended, Spans, carried
+from proxy.tally import Book, Decision, Tally
 from sparseety.clock import Clock
 from sparseety.logwriter import LogWriter
 from sparseety.metrics import observe
@@ -28,7 +29,7 @@ log = logging.getLogger("sparseety.proxy")
 BATCH_SECONDS = 0.1
 TURN_STEPS = 64  # so that no read waits behind more than a fraction of a millisecond of recording
 WAITING_BYTES = 1 << 22  # that may wait, of all requests
-TIMED_READS = 16  # of so many reads of a reply, one is looked at for what the proxy adds to it
+TIMED_READS = 16  # of so many reads of replies, one is looked at for what the proxy adds to it
 
 Step = tuple[Callable[..., Iterable[AnyRecord]], tuple[Any, ...]]
 """A method of the capture, and what it is to be called with."""
@@ -54,13 +55,18 @@ class Recorder:
         limits: Limits | None = None,
         guard: Guard | None = None,
         names: ModelNames | None = None,
+        spans: Spans | None = None,
+        span_content: bool = False,
     ) -> None:
+        """span_content: spans hold the replies' text."""
+        self.spans, self.span_content = spans, span_content
         self.writer, self.clock, self.counters = writer, clock, counters
         self.limits = limits or Limits()
         self.guard = guard or Guard(Thresholds())
-        self.names = names or ModelNames()
+        self.book = Book(counters, names or ModelNames())
         self.bytes_in, self.bytes_out = (counters.cell(BYTES, way) for way in ("request", "response"))
         self.chunk_overhead = counters.cell(OVERHEAD, "chunk")
+        self.untimed = 0  # reads of replies until the next one that is timed
         self.open: dict[int, Recording] = {}
         self._numbers = itertools.count(1)
         self._waiting: deque[Recording] = deque()  # those with something to be recorded, each once
@@ -128,7 +134,9 @@ class Recording:
         self._number, self._head, self._recorder = number, head, recorder
         self._guard = recorder.guard
         self.uuid, self._arrived = str(uuid4()), recorder.clock()
-        self.tally = Tally(recorder.counters, recorder.names, head.endpoint, self._arrived)
+        self.tally = Tally(recorder.book, head.endpoint, self._arrived)
+        if recorder.span_content:
+            self.tally.texts = {}
         self._reads = self._bytes = 0
         self._steps: list[Step] = []  # that are not recorded yet
         self.waiting_bytes = 0  # in them
@@ -174,7 +182,9 @@ class Recording:
 
     def reply_body(self, data: bytes, ts: float) -> None:
         recorder = self._recorder
-        if self._reads % TIMED_READS == 0:
+        recorder.untimed -= 1
+        if recorder.untimed < 0:
+            recorder.untimed = TIMED_READS - 1
             observe(recorder.chunk_overhead, OVERHEAD.bounds, recorder.clock() - ts)
         self._reads += 1
         self._bytes += len(data)
@@ -194,8 +204,16 @@ class Recording:
 
     def _over(self) -> None:
         """All that will be read of it has been."""
-        if self._ending:
-            self.tally.ended(*self._ending[:2], self._decision)
+        if self._ending is None:
+            return
+        outcome, at, _ = self._ending
+        try:
+            self.tally.ended(outcome, at, self._decision)
+            if (spans := self._recorder.spans) and (endpoint := self._head.endpoint):
+                headers = carried(self._head.headers)
+                spans.put(Ended(self.uuid, endpoint, headers, self._arrived, at, outcome, self.tally))
+        except Exception:
+            log.exception("request %d is not counted", self._number)
 
     def _later(self, size: int, step: Callable[..., Iterable[AnyRecord]], *arguments: Any) -> None:
         self._steps.append((step, arguments))

@@ -61,6 +61,22 @@ def read_url(value: Any) -> str:
     return f"{url.scheme}://{url.netloc}"
 
 
+def read_collector(value: Any) -> str | None:
+    """Where spans go, or none. Without a path it is OTLP's own."""
+    if value is None or value == "none":
+        return None
+    try:
+        url = urlsplit(str(value))
+        usable = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or url.query or url.fragment:
+        raise ValueError("is not the URL of a collector; example: http://127.0.0.1:4318/v1/traces")
+    if url.username is not None or url.password is not None:
+        raise ValueError("holds credentials; give them in OTEL_EXPORTER_OTLP_HEADERS")
+    return f"{url.scheme}://{url.netloc}{url.path if url.path.strip('/') else '/v1/traces'}"
+
+
 def read_secret(value: Any) -> str:
     secret = str(value).strip()  # a file that it was read from ends in a newline
     if not secret:

@@ -10,15 +10,14 @@ import msgspec
 from proxy.app import ProxyApp
 from proxy.capture import ENDPOINTS, Limits
 from proxy.catalogue import (
-    DROP_REASONS,
     FLUSH,
     PAUSES,
     RECORDS_DROPPED,
     RECORDS_WRITTEN,
     REQUESTS,
-    SEGMENT_EVENTS,
     SEGMENTS,
     SOURCE,
+    SPANS,
     WRITTEN_BYTES,
 )
 from proxy.config import ProxyConfig
@@ -27,14 +26,17 @@ from proxy.logs import keep_contents_out
 from proxy.protect import Guard, Reason, Thresholds, watch
 from proxy.recording import Recorder
 from proxy.serving import finish, first, serving
+from proxy.spans import Spans
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
 from sparseety.logwriter import LogWriter, Written
 from sparseety.records import Scope
 from sparseety.segments import Rotation
+from sparseety.writer_metrics import DROP_REASONS, SEGMENT_EVENTS
 
 LOG_CLOSING_SECONDS = 10.0  # for the disk to take the rest of the log
+SPANS_CLOSING_SECONDS = 1.0  # for the collector to take the last spans
 HURRIED_SECONDS = 1.0  # the same, after the second signal
 
 
@@ -104,11 +106,14 @@ class Worker:
         self._config, self._socket = config, opened
         self.writer = build_writer(config, clock)
         self.upstream = build_upstream(config)
+        self._spans = Spans(config.otlp_endpoint, config.upstream) if config.otlp_endpoint else None
         self._counters = Counters()
         self._guard = Guard(Thresholds(lag=config.protect_lag, after=config.protect_after))
         limits = Limits(**config.limits())
         self._names = names = ModelNames(config.metrics_models)
-        self._recorder = Recorder(self.writer, clock, self._counters, limits, self._guard, names)
+        self._recorder = Recorder(
+            self.writer, clock, self._counters, limits, self._guard, names, self._spans, config.otlp_content
+        )
         self._app = ProxyApp(self.upstream, self._recorder)
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event, listening: asyncio.Event) -> Summary:
@@ -146,6 +151,9 @@ class Worker:
         """As far as it is counted, which is a tenth of a second ago."""
         if self.writer:
             take_over(self._counters, self.writer.done)
+        if self._spans:
+            for result, count in self._spans.counts.items():
+                self._counters.cell(SPANS, result)[0] = count
         live = [recording.live() for recording in self._recorder.open.values()] if streams else []
         return Report(self._counters, self._present(), live)
 
@@ -183,4 +191,6 @@ class Worker:
     async def _close_log(self, seconds: float) -> bool:
         """A disk that hangs must not keep the proxy from ending; False: it does hang."""
         self._recorder.flush()
+        if self._spans:
+            await asyncio.to_thread(self._spans.close, SPANS_CLOSING_SECONDS)
         return self.writer is None or await asyncio.to_thread(self.writer.close, seconds)

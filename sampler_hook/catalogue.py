@@ -1,7 +1,8 @@
 """What the plugin publishes on vLLM's /metrics: the definitions. docs/metrics.md is made from them."""
 
 from sampler_hook import adapters
-from sparseety.metrics import BUILD_INFO, FLUSH_SECONDS, OVERHEAD_SECONDS, Label, Metric
+from sparseety.metrics import BUILD_INFO, OVERHEAD_SECONDS, Label, Metric
+from sparseety.writer_metrics import writer_metrics
 
 # Limits are those of one engine: a server with several has so many times as many series.
 MODEL = Label("model_name", limit=1)  # as served; one engine serves one
@@ -33,6 +34,7 @@ EVICTED = Metric(
     "tokens",
     (MODEL, ENGINE, Label("reason", ("preemption", "capacity"))),
     layer="sparsity",
+    absent='`reason="capacity"`: unless `kv` is recorded',
 )
 CONTEXT = Metric(
     "sparseety_attention_context_tokens",
@@ -41,6 +43,7 @@ CONTEXT = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER_TYPE),
     layer="sparsity",
+    absent="a model whose configuration does not say how its attention reads",
 )
 ATTENDED = Metric(
     "sparseety_attention_attended_tokens",
@@ -49,6 +52,7 @@ ATTENDED = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER_TYPE),
     layer="sparsity",
+    absent="a model whose configuration does not say how its attention reads",
 )
 DRAFTS = Metric(
     "sparseety_draft_tokens",
@@ -76,6 +80,7 @@ ELEMENTS = Metric(
     "Activation elements inspected, of recorded requests; what was computed again after a preemption is not in it.",
     labels=(MODEL, ENGINE, LAYER, SITE, PHASE),
     layer="sparsity",
+    absent="unless `sparsity` is recorded",
 )
 ZEROS = Metric(
     "sparseety_activation_zero_elements",
@@ -83,6 +88,7 @@ ZEROS = Metric(
     "Of those, the zeros. near: absolute value up to the threshold in sparseety_sparsity_config_info, exact ones too.",
     labels=(MODEL, ENGINE, LAYER, SITE, PHASE, ZERO_KIND),
     layer="sparsity",
+    absent="unless `sparsity` is recorded",
 )
 TOKEN_ZEROS = Metric(
     "sparseety_activation_token_zero_ratio",
@@ -92,6 +98,7 @@ TOKEN_ZEROS = Metric(
     (MODEL, ENGINE, SITE, PHASE, ZERO_KIND),
     RATIO_BOUNDS,
     layer="sparsity",
+    absent="unless `sparsity` is recorded by token (`SPARSEETY_HOOK_SPARSITY_GRAIN`), where one worker sees all",
 )
 WEIGHT_ZEROS = Metric(
     "sparseety_weight_zero_ratio",
@@ -105,6 +112,7 @@ WEIGHT_ZEROS = Metric(
         Label("zero_kind", ("exact",)),
     ),
     layer="sparsity",
+    absent="unless `weights` are recorded",
 )
 ROUTED = Metric(
     "sparseety_moe_tokens_routed",
@@ -113,6 +121,7 @@ ROUTED = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER, PHASE),
     layer="sparsity",
+    absent="unless `experts` are recorded and the model has routers",
 )
 BALANCE = Metric(
     "sparseety_moe_load_balance_ratio",
@@ -121,6 +130,7 @@ BALANCE = Metric(
     "ratio",
     (MODEL, ENGINE, LAYER),
     layer="sparsity",
+    absent="the same; and before the first window",
 )
 ENTROPY = Metric(
     "sparseety_moe_routing_entropy_ratio",
@@ -129,6 +139,7 @@ ENTROPY = Metric(
     "ratio",
     (MODEL, ENGINE, LAYER),
     layer="sparsity",
+    absent="the same; and before the first window",
 )
 IDLE = Metric(
     "sparseety_moe_idle_experts",
@@ -136,6 +147,7 @@ IDLE = Metric(
     "Experts of one layer that no token went to in the last window.",
     labels=(MODEL, ENGINE, LAYER),
     layer="sparsity",
+    absent="the same; and before the first window",
 )
 EXPERT_TOKENS = Metric(
     "sparseety_moe_expert_tokens",
@@ -144,6 +156,7 @@ EXPERT_TOKENS = Metric(
     "tokens",
     (MODEL, ENGINE, LAYER, Label("expert", limit=128)),
     layer="sparsity",
+    absent="unless `SPARSEETY_HOOK_METRICS_DETAIL=expert`",
 )
 SPARSITY_CONFIG = Metric(
     "sparseety_sparsity_config_info",
@@ -155,14 +168,13 @@ SPARSITY_CONFIG = Metric(
         Label("site_set", ("ffn_act", "router", "ffn_act,router", "none")),
     ),
     layer="sparsity",
+    absent="unless a worker counts",
 )
 
 # ------------------------------------------------------------------------------------------------- capture health
 
-KINDS = (
-    *("engine_start", "engine_event", "request_added", "step", "request_finished", "kv"),
-    *("sparsity_start", "weights", "sparsity", "experts", "gap"),
-)
+ENGINE_KINDS = ("engine_start", "engine_event", "request_added", "step", "request_finished", "kv", "gap")
+WORKER_KINDS = ("sparsity_start", "weights", "sparsity", "experts", "gap")
 EVENTS = ("sleep", "wake", "weight_update", "weight_version", "cache_reset", "control", "part_off", "hook_silent")
 
 REQUESTS = Metric(
@@ -184,14 +196,7 @@ RECORDS = Metric(
     "sparseety_capture_records",
     "counter",
     "Records handed to the writer, by event.",
-    labels=(SOURCE, Label("kind", KINDS)),
-    layer="capture",
-)
-DROPPED = Metric(
-    "sparseety_capture_records_dropped",
-    "counter",
-    "Records that could not be written; requests concerned are judged incomplete.",
-    labels=(SOURCE, Label("reason", ("other",))),
+    labels=(SOURCE, Label("kind", tuple(dict.fromkeys((*ENGINE_KINDS, *WORKER_KINDS))))),
     layer="capture",
 )
 PAUSED = Metric(
@@ -244,68 +249,22 @@ LAST = Metric(
     (ENGINE,),
     layer="capture",
 )
-WRITTEN = Metric(
-    "sparseety_capture_written_bytes",
-    "counter",
-    "Bytes written to the log, before compression.",
-    "bytes",
-    (SOURCE,),
-    layer="capture",
-)
-FLUSH = Metric(
-    "sparseety_capture_flush_duration_seconds",
-    "histogram",
-    "Time to write one batch of records.",
-    "seconds",
-    (SOURCE,),
-    FLUSH_SECONDS,
-    layer="capture",
-)
-LAST_WRITE = Metric(
-    "sparseety_capture_last_write_timestamp_seconds",
-    "gauge",
-    "Unix time of the last successful write.",
-    "seconds",
-    (SOURCE,),
-    layer="capture",
-)
-QUEUE = Metric(
-    "sparseety_capture_queue_bytes",
-    "gauge",
-    "Memory taken by records that wait to be written, in the process with the fullest queue.",
-    "bytes",
-    (SOURCE,),
-    layer="capture",
-)
-QUEUE_LIMIT = Metric(
-    "sparseety_capture_queue_limit_bytes",
-    "gauge",
-    "Bound of one process's queue.",
-    "bytes",
-    (SOURCE,),
-    layer="capture",
-)
-DISK_FREE = Metric(
-    "sparseety_capture_disk_free_bytes",
-    "gauge",
-    "Free bytes on the disk that the log is on.",
-    "bytes",
-    layer="capture",
-)
+
+WRITER = writer_metrics("plugin")
 
 ENGINES = (
-    PROMPT, EVICTED, CONTEXT, ATTENDED, DRAFTS, ACCEPTED, REQUESTS, RATE, RECORDS, DROPPED, PAUSED, HOOKS,
-    PLUGIN_EVENTS, STEPS, ERRORS, LAST, BUILD_INFO,
+    PROMPT, EVICTED, CONTEXT, ATTENDED, DRAFTS, ACCEPTED, REQUESTS, RATE, PAUSED, HOOKS, PLUGIN_EVENTS, STEPS,
+    ERRORS, LAST, BUILD_INFO,
 )  # fmt: skip
 """By the process that has the scheduler."""
-WRITERS = (RECORDS, DROPPED, WRITTEN, QUEUE, QUEUE_LIMIT, FLUSH, LAST_WRITE, DISK_FREE)
+WRITERS = (RECORDS, *WRITER)
 """By each process that writes a log."""
 ACTIVATIONS = (ELEMENTS, ZEROS, TOKEN_ZEROS)
 ROUTING = (ROUTED, BALANCE, ENTROPY, IDLE)
 WORKERS = (*ACTIVATIONS, WEIGHT_ZEROS, *ROUTING, EXPERT_TOKENS, SPARSITY_CONFIG)
 """By the workers, where sparsity, experts or weights are counted."""
 
-SUMMED = frozenset({HOOKS.name})
+SUMMED = frozenset({HOOKS.name, WRITER.failing.name})
 """Gauges that add up over the processes of an engine. Of others the highest holds."""
 
 METRICS = tuple(dict.fromkeys((*ENGINES, *WORKERS, *WRITERS)))

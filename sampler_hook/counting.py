@@ -53,6 +53,7 @@ class Counting:
         if EXPERTS not in kinds:
             self.found.routers.clear()
         self._wanted = {SPARSITY, EXPERTS} & set(kinds)
+        self._paused = False  # by the operator: then no hook is expected to be there
         self._number = next(_numbers)
         self.start = replace(
             start,
@@ -110,12 +111,14 @@ class Counting:
     def pause(self) -> int:
         """Write what there is, and take the hooks off. Returns how many requests were under way."""
         requests = self._ledger.requests
+        self._paused = True
         self.close()
         self.detach()
         return requests
 
     def resume(self) -> None:
         """Put them on again."""
+        self._paused = False
         self.start = replace(self.start, ts=self._clock())
         self.attach()
 
@@ -191,7 +194,7 @@ class Counting:
             EXPERTS: ("router", routers, plain + tapped, len(self._counters.written_routers)),
         }
         return {
-            site: {"expected": expected, "attached": attached if on else 0, "fired": fired}
+            site: {"expected": 0 if self._paused else expected, "attached": attached if on else 0, "fired": fired}
             for kind, (site, expected, attached, fired) in states.items()
             if kind in self._wanted
         }

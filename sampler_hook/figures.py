@@ -1,7 +1,7 @@
 """Which numbers of an engine go into which metric. Definitions: catalogue.py."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import sparseety
 from sampler_hook.catalogue import (
@@ -10,12 +10,10 @@ from sampler_hook.catalogue import (
     ATTENDED,
     CONTEXT,
     DRAFTS,
-    DROPPED,
     ERRORS,
     EVENTS,
     EVICTED,
     HOOKS,
-    KINDS,
     LAST,
     PAUSED,
     PLUGIN_EVENTS,
@@ -24,10 +22,12 @@ from sampler_hook.catalogue import (
     RECORDS,
     REQUESTS,
     STEPS,
+    WRITER,
 )
 from sampler_hook.metrics import Sample
 from sampler_hook.scribe import Counts
 from sampler_hook.wrapping import Site
+from sparseety.logwriter import LogWriter
 from sparseety.metrics import BUILD_INFO, Cell, Metric, new_cell
 from sparseety.records import FORMAT_VERSION
 
@@ -56,22 +56,36 @@ def of_capture(
     *,
     requests: dict[str, int],
     rate: float,
-    records: Mapping[str, int],
-    lost: int,
     paused: dict[str, bool],
 ) -> Iterator[Sample]:
     """How complete the log is."""
     ours = {"source": "plugin"}
     yield from (total(REQUESTS, count, ours, decision=decision) for decision, count in requests.items())
     yield Sample(RATE, ours, rate)
-    yield from of_records({kind: records.get(kind, 0) for kind in KINDS})
-    yield total(DROPPED, lost, ours, reason="other")
     yield from (Sample(PAUSED, ours | {"reason": reason}, float(now)) for reason, now in paused.items())
 
 
-def of_records(records: Mapping[str, int]) -> Iterator[Sample]:
-    """Those that a process gave to its writer, by event."""
-    yield from (total(RECORDS, count, {"source": "plugin"}, kind=kind) for kind, count in records.items())
+def of_writers(writers: Sequence[LogWriter], records: Mapping[str, int]) -> Iterator[Sample]:
+    """Of a process: its writers so far, the last one in use, and what was given to them, by event."""
+    ours = {"source": "plugin"}
+    done = [writer.done for writer in writers]
+    yield from (total(RECORDS, count, ours, kind=kind) for kind, count in records.items())
+    yield total(WRITER.written, sum(each.records for each in done), ours)
+    yield total(WRITER.bytes, sum(each.bytes for each in done), ours)
+    for reason in done[-1].dropped:
+        yield total(WRITER.dropped, sum(each.dropped[reason] for each in done), ours, reason=reason)
+    for event in done[-1].segments:
+        yield total(WRITER.segments, sum(each.segments[event] for each in done), ours, event=event)
+    flushes = [sum(column) for column in zip(*(each.flushes for each in done), strict=True)]
+    yield from histogram(WRITER.flush, flushes, ours)
+    queued, limit = writers[-1].queue
+    yield Sample(WRITER.queue, ours, queued)
+    yield Sample(WRITER.queue_limit, ours, limit)
+    yield Sample(WRITER.failing, ours, float(not (writers[-1].healthy or writers[-1].closed)))
+    if (last := max((each.last for each in done if each.last is not None), default=None)) is not None:
+        yield Sample(WRITER.last_write, ours, last)
+    if (free := done[-1].disk_free) is not None:
+        yield Sample(WRITER.disk_free, {}, free)
 
 
 def of_events(events: Mapping[str, int], engine: str) -> Iterator[Sample]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sampler_hook import adapters, figures, identity
 from sampler_hook.attention import layers
+from sampler_hook.catalogue import ENGINE_KINDS
 from sampler_hook.control import ControlFile
 from sampler_hook.detail import series
 from sampler_hook.engine import EngineCapture
@@ -55,8 +56,11 @@ class Journal:
         self._key = key_id(settings.sample_key)
         scope = Scope(sample=control.now.sample, sample_key=self._key if control.now.sample < 1.0 else None)
         self.writer = LogWriter(settings.folder, "engine", scope, clock=clock, flush_seconds=_FLUSH_SECONDS)
+        self._writers: list[LogWriter] = [*(before._writers if before else ()), self.writer]  # counters go on
+        self._kinds: Counter[str] = Counter() if before is None else before._kinds
+        self._events: Counter[str] = Counter() if before is None else before._events
         try:
-            self.writer.put(
+            self._put(
                 identity.engine_start(
                     config,
                     version=version,
@@ -69,10 +73,8 @@ class Journal:
             # Requests under way are not known, and whatever comes of them is not recorded.
             strangers = list(getattr(scheduler, "requests", ()))
             if strangers:
-                self.writer.put(Gap(ts=clock(), reason="under way when recording began", count=len(strangers)))
+                self._put(Gap(ts=clock(), reason="under way when recording began", count=len(strangers)))
             self.model = adapters.served_as(config)
-            self._kinds: Counter[str] = Counter() if before is None else before._kinds
-            self._events: Counter[str] = Counter() if before is None else before._events
             self._publisher: Publisher = _publisher(settings, config) if before is None else before._publisher
             scribe = Scribe(
                 self._put,
@@ -130,7 +132,7 @@ class Journal:
     def leave(self, reason: str, requests: list[int] | None = None) -> None:
         """Say that nothing more is recorded of these requests; None: of any that is open now."""
         if requests is None or requests:
-            self.writer.put(Gap(ts=self._clock(), reason=reason, count=len(requests or [0]), requests=requests or []))
+            self._put(Gap(ts=self._clock(), reason=reason, count=len(requests or [0]), requests=requests or []))
 
     def close(self) -> None:
         if self._pid == os.getpid():
@@ -154,11 +156,10 @@ class Journal:
             figures.of_capture(
                 requests=counts.requests,
                 rate=0.0 if any(paused.values()) else self._control.now.sample,
-                records=self._kinds,
-                lost=self.writer.lost,
                 paused=paused,
             )
         )
+        self._publisher.write(figures.of_writers(self._writers, {kind: self._kinds[kind] for kind in ENGINE_KINDS}))
 
 
 def _publisher(settings: HookSettings, config: Any) -> Publisher:

@@ -72,6 +72,7 @@ class WorkerPart:
         self._control = ControlFile(hook)
         self._clock = monotonic_clock()
         self._writer: LogWriter | None = None
+        self._writers: list[LogWriter] = []  # all so far: what they counted goes on
         self._pid = os.getpid()
         self._counting: Counting | None = None  # whether or not it counts now
         self._counts = False
@@ -229,6 +230,7 @@ class WorkerPart:
 
     def _open_log(self) -> None:
         self._writer = LogWriter(self._hook.folder, "worker", Scope(), clock=self._clock)
+        self._writers.append(self._writer)
 
     def _put(self, record: AnyRecord) -> bool:
         if self._metrics is not None:
@@ -280,7 +282,7 @@ class WorkerPart:
             if self._metrics is None or self._pid != os.getpid():
                 return
             try:
-                self._metrics.publish(self._faults)
+                self._metrics.publish(self._writers, self._faults)
             except Exception:
                 self._metrics = None  # which takes no more records, then
                 log.exception("sparseety: the metrics of sparsity are not published any more; it is counted")

@@ -3,29 +3,38 @@
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 from sampler_hook import adapters, figures
+from sampler_hook.catalogue import WORKER_KINDS
 from sampler_hook.counting import Counting
 from sampler_hook.detail import affordable
-from sampler_hook.metrics import Publisher
+from sampler_hook.metrics import Publisher, Sample
 from sampler_hook.settings import HookSettings
 from sampler_hook.tally import Tally, Windows
 from sampler_hook.worker_figures import WorkerFigures
+from sparseety.clock import Clock
+from sparseety.logwriter import LogWriter
 from sparseety.records import AnyRecord, SparsityStart
 
 log = logging.getLogger("vllm.sparseety")
 
+_ALL_SECONDS = 10.0  # windows of experts end where nothing comes, too
 _SAMPLES_AT_ONCE = 32  # written before the interpreter's lock is offered to the model's thread
 
 
 class WorkerMetrics:
     """Of one worker, from its start on: its counters go on where counting is paused and resumed."""
 
-    def __init__(self, publisher: Publisher, worker_figures: WorkerFigures, tally: Tally, counting: Counting) -> None:
+    def __init__(
+        self, publisher: Publisher, worker_figures: WorkerFigures, tally: Tally, counting: Counting, now: Clock
+    ) -> None:
         self._publisher, self._figures, self._counting = publisher, worker_figures, counting
         self._tally, self._threshold = tally, counting.start.threshold
-        self._windows = Windows(len(tally.routers), time.monotonic())
+        self._windows = Windows(len(tally.routers), now())
+        self._now = now
+        self._all_at = now()
         self._records: deque[AnyRecord] = deque()  # not added up yet
         self._kinds: Counter[str] = Counter()
 
@@ -33,8 +42,20 @@ class WorkerMetrics:
         """In the worker's own thread, between two steps: it goes to the log, too."""
         self._records.append(record)
 
-    def publish(self, faults: int) -> None:
-        """Bring the metrics up to date. In one thread at a time. Raises OSError."""
+    def publish(self, writers: Sequence[LogWriter], faults: int) -> None:
+        """Bring the metrics up to date. In one thread at a time. writers: all so far. Raises OSError."""
+        now = self._now()
+        if self._records or now >= self._all_at:
+            self._all_at = now + _ALL_SECONDS
+            self._write(self._sums(now))
+        self._write(
+            [
+                *self._figures.health(self._counting.hooks(), faults),
+                *figures.of_writers(writers, {kind: self._kinds[kind] for kind in WORKER_KINDS}),
+            ]
+        )
+
+    def _sums(self, now: float) -> list[Sample]:
         while self._records:
             record = self._records.popleft()
             self._kinds[str(record.__struct_config__.tag)] += 1
@@ -42,15 +63,15 @@ class WorkerMetrics:
                 self._threshold = record.threshold
             self._tally.add(record)
             time.sleep(0)  # a step may want to begin
-        self._windows.look(self._tally.all_loads(), time.monotonic())
-        samples = [
+        self._windows.look(self._tally.all_loads(), now)
+        return [
             *self._figures.activations(self._tally),
             *self._figures.routing(self._tally, self._windows.latest),
             *self._figures.weights(self._tally),
             *self._figures.config(self._threshold, self._tally),
-            *self._figures.health(self._counting.hooks(), faults),
-            *figures.of_records(self._kinds),
         ]
+
+    def _write(self, samples: list[Sample]) -> None:
         for first in range(0, len(samples), _SAMPLES_AT_ONCE):
             self._publisher.write(samples[first : first + _SAMPLES_AT_ONCE])
             time.sleep(0)
@@ -60,8 +81,13 @@ class WorkerMetrics:
         self._publisher.close()
 
 
-def metrics_of(hook: HookSettings, environ: Any, config: Any, counting: Counting) -> WorkerMetrics | None:
-    """None: nothing is to be published, or nowhere, or it would be too many series even as totals."""
+def metrics_of(
+    hook: HookSettings, environ: Any, config: Any, counting: Counting, now: Clock = time.monotonic
+) -> WorkerMetrics | None:
+    """now: in seconds that never go back.
+
+    None: nothing is to be published, or nowhere, or it would be too many series even as totals.
+    """
     publisher = Publisher(environ)
     if not hook.metrics or not publisher.folder:
         return None
@@ -82,7 +108,8 @@ def metrics_of(hook: HookSettings, environ: Any, config: Any, counting: Counting
     if detail is None:
         return None
     worker_figures = WorkerFigures(adapters.served_as(config), str(start.data_parallel_rank), detail, first_rank)
-    return WorkerMetrics(publisher, worker_figures, Tally(start, whole=adapters.workers(config) == 1), counting)
+    tally = Tally(start, whole=adapters.workers(config) == 1)
+    return WorkerMetrics(publisher, worker_figures, tally, counting, now)
 
 
 def _layers(config: Any, start: SparsityStart) -> int:

@@ -187,6 +187,11 @@ class LogWriter:
         return self._thread.is_alive() and self._failing is None and not stuck
 
     @property
+    def closed(self) -> bool:
+        """By its owner: it takes no more."""
+        return self._closed
+
+    @property
     def queue(self) -> tuple[int, int]:
         """Bytes in use, and how many there may be."""
         return self._queued_bytes, self._max_queue_bytes

@@ -15,3 +15,14 @@ def binary(name: str) -> str:
     if not path.exists():
         pytest.fail(f"{path} is not there; deploy/prometheus/install.sh {folder} makes it")
     return str(path)
+
+
+def folder_of_npm() -> Path:
+    """Where tests/grafana/package.json is installed."""
+    prometheus = os.environ.get("SPARSEETY_TEST_PROMETHEUS")
+    if not prometheus:
+        pytest.skip("SPARSEETY_TEST_PROMETHEUS is not set")
+    folder = Path(prometheus).absolute() / "grafana"
+    if not (folder / "node_modules").is_dir():
+        pytest.skip("Grafana's types are not installed: no npm")
+    return folder

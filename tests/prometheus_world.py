@@ -53,6 +53,7 @@ _GAUGES = {
     "sparseety_capture_queue_limit_bytes": "67108864",
     "sparseety_capture_disk_free_bytes": "1000000000000",
     "sparseety_moe_load_balance_ratio": "0.8",
+    "sparseety_stability_run_gate": "1",
 }
 _TIMES = re.compile("_timestamp_seconds$")
 
@@ -62,7 +63,7 @@ TARGETS = {
     ("vllm", "vllm-a"): (*sampler_hook.catalogue.METRICS, *VLLM),
     ("vllm", "vllm-b"): (*sampler_hook.catalogue.METRICS, *VLLM),
     ("sparseety-verifier", "verifier"): verifier.catalogue.WATCH,
-    ("node", "host"): verifier.catalogue.RUN,
+    ("node", "host"): (*verifier.catalogue.RUN, *verifier.catalogue.STABILITY),
 }
 
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 @dataclass
 class RunningProxy:
     url: str
+    admin: str
     process: subprocess.Popen[bytes]
 
     def stop(self) -> None:
@@ -31,9 +32,10 @@ def start_proxy(folder: Path, upstream: str, logs: Path) -> RunningProxy:
     for _ in range(300):
         text = output.read_text()
         if "Ready" in text:
-            found = re.search(r"listen\s+(http://\S+)", text)
-            assert found, text
-            return RunningProxy(found[1], process)
+            listen, admin = (re.search(rf"{name}\s+(http://\S+)", text) for name in ("listen", "admin"))
+            assert listen, text
+            assert admin, text
+            return RunningProxy(listen[1], admin[1], process)
         assert process.poll() is None, text
         time.sleep(0.1)
     process.kill()

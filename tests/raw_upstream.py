@@ -85,6 +85,7 @@ class RawUpstream:
 
     def __init__(self, *steps: Step, read_body: bool = True) -> None:
         self.scripts: list[tuple[Step, ...]] = [steps]
+        self.choose: Callable[[Received], tuple[Step, ...]] | None = None  # instead: the script for a request
         self.read_body = read_body  # False: reply as soon as the head is there
         self.requests: list[Received] = []
         self.arrived = threading.Semaphore(0)
@@ -137,7 +138,10 @@ class RawUpstream:
                 self.arrived.release()
                 if self.read_body:
                     await self._read_body(reader, received)
-                script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+                if self.choose:
+                    script = self.choose(received)
+                else:
+                    script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
                 if not await self._play(script, reader, writer):
                     return
             finally:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from sampler_hook import catalogue, metrics
-from sparseety.metrics import most_series
-from tests.hook_fakes import FAKE_VLLM, fake_vllm
+from sparseety.metrics import Metric, most_series
+from tests.hook_fakes import FAKE_VLLM, config, fake_vllm
+from tests.logbook import until
 from tests.test_hook_register import ROOT, SERVE
 
 ON = {"metrics": True}
@@ -24,6 +26,12 @@ def scrape(folder: Path) -> dict[str, dict[str, float]]:
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
     return parse(generate_latest(registry).decode())
+
+
+def families_in(folder: Path) -> dict[str, Any]:
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
+    return {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
@@ -75,15 +83,45 @@ def test_what_an_engine_did_is_published(tmp_path: Path, folder: Path) -> None:
     assert found["sparseety_plugin_last_event_timestamp_seconds"]["engine=0"] > 1e9
 
 
-def test_every_metric_is_there_before_anything_happens(tmp_path: Path, folder: Path) -> None:
+def test_the_scrape_has_every_metric_of_the_engine_before_anything_happens_and_no_other(
+    tmp_path: Path, folder: Path
+) -> None:
     """Else its first event would be missed by increase(). Only what the model does not have is left out."""
     with fake_vllm(tmp_path / "logs", settings=ON) as engine:
+        until_written(engine)
         engine.look_around()
-        names = set(scrape(folder))
-    expected = {metric.name for metric in catalogue.ENGINES}
-    absent = {name for name in expected if not any(found.startswith(name) for found in names)}
-    assert absent == {"sparseety_attention_context_tokens", "sparseety_attention_attended_tokens"}
-    assert {name for name in names if not any(name.startswith(each) for each in expected)} == set()
+        families = families_in(folder)
+    expected = {metric.name: metric for metric in (*catalogue.ENGINES, *catalogue.WRITERS)}
+    attention = {catalogue.CONTEXT.name, catalogue.ATTENDED.name}
+    assert families.keys() == expected.keys() - attention
+    for name, family in families.items():
+        check_against(expected[name], family)
+
+
+def test_what_attention_reads_is_there_at_0_where_the_model_says_how_it_reads(tmp_path: Path, folder: Path) -> None:
+    model = config(hf_text_config=SimpleNamespace(num_hidden_layers=4, sliding_window=8))
+    with fake_vllm(tmp_path / "logs", model, settings=ON) as engine:
+        engine.look_around()
+        before = scrape(folder)["sparseety_attention_attended_tokens_total"]
+    assert before == {"engine=0,layer_type=sliding,model_name=m": 0}
+
+
+def until_written(engine: Any) -> None:
+    """The writer has given its first lines to the disk, and looked how much is free."""
+    until(lambda: engine.hook._journals[0].writer.done.disk_free is not None)
+
+
+def check_against(metric: Metric, family: Any) -> None:
+    """A family of a scrape is what the definition says: kind, help, names and values of labels, bounds."""
+    assert (family.type, family.documentation) == (metric.kind, metric.text)
+    assert metric.text.startswith("ALPHA ")
+    names = {label.name for label in metric.labels}
+    for sample in family.samples:
+        assert sample.labels.keys() - {"le"} == names, sample
+        for label in metric.labels:
+            assert not label.values or sample.labels[label.name] in label.values, sample
+    bounds = {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
+    assert bounds == ({*map(str, map(float, metric.bounds)), "+Inf"} if metric.bounds else set())
 
 
 def test_counters_go_on_where_capture_was_switched_off_and_on(tmp_path: Path, folder: Path) -> None:
@@ -101,6 +139,8 @@ def test_counters_go_on_where_capture_was_switched_off_and_on(tmp_path: Path, fo
         found = scrape(folder)
     assert found["sparseety_capture_sampled_requests_total"]["decision=captured,source=plugin"] == 2
     assert found["sparseety_prompt_tokens_by_status_total"]["engine=0,model_name=m,status=computed"] == 6
+    assert found["sparseety_capture_records_total"]["kind=engine_start,source=plugin"] == 2
+    assert found["sparseety_capture_segments_total"]["event=opened,source=plugin"] == 2
 
 
 def test_a_fault_shows(tmp_path: Path, folder: Path) -> None:
@@ -122,7 +162,7 @@ def test_labels_come_from_closed_sets(tmp_path: Path, folder: Path) -> None:
         engine.look_around()
         found = scrape(folder)
     assert "chatcmpl" not in str(found)
-    assert sum(map(len, found.values())) <= most_series(catalogue.ENGINES)
+    assert sum(map(len, found.values())) <= most_series((*catalogue.ENGINES, *catalogue.WRITERS))
 
 
 SCRAPE = """

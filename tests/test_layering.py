@@ -27,11 +27,19 @@ ALLOWED = {
         "uvloop",
     },
     "sampler_hook": {"sparseety", "msgspec"},
-    "verifier": {"sparseety", "msgspec", "prometheus_client", "tokenizers", "huggingface_hub", "packaging"},
+    "verifier": {
+        "sparseety",
+        "httpx",  # stability runs alone
+        "huggingface_hub",
+        "msgspec",
+        "packaging",
+        "prometheus_client",
+        "tokenizers",
+    },
 }
 # inside functions only: loaded where and when it is there
 ALLOWED_LATE = {
-    "proxy": {"brotli", "zstandard"},
+    "proxy": {"brotli", "opentelemetry", "zstandard"},
     "sampler_hook": {"vllm", "torch", "transformers", "huggingface_hub", "prometheus_client"},
     "sparseety": {"zstandard"},
 }

@@ -56,6 +56,7 @@ def _sampled() -> World:
 def _paused_by_the_operator() -> World:
     world = World(2 * HOUR).set(r'sampling_ratio\{.*source="plugin"', f"1x60 0x{2 * HOUR - 61}")
     world.set(r'capture_paused\{.*reason="operator"', f"0x60 1x{2 * HOUR - 61}")
+    world.set(r'plugin_hooks\{.*state="attached"', f"1x60 0x{2 * HOUR - 61}")
     return world.set("last_event_timestamp", f"0+{STEP}x60 {60 * STEP}x{2 * HOUR - 61}")
 
 
@@ -262,6 +263,11 @@ FIRES = {
         {},
         "No verify-tokens run has ended for 1d 3h 0m 0s",
     ),
+    "SparSEEtyStabilityGateFailed": Fires(
+        _changed("stability_run_gate", "0x{}", 10),
+        {"model_name": "m", "gate": "x"},
+        "The stability run of m was rejected: x",
+    ),
     "SparSEEtyActivationSparsityShift": Fires(
         lambda: _long(A_DAY + 4 * 3600).set(
             r'zero_elements_total\{.*layer="1".*zero_kind="exact"',
@@ -342,15 +348,12 @@ def test_every_alert_is_among_those_that_are_made_to_fire() -> None:
     assert set(FIRES) == set(rules())
 
 
-def test_rules_and_configuration_are_free_of_lint(tmp_path: Path) -> None:
+def test_rules_and_configuration_are_free_of_lint() -> None:
     promtool = binary("promtool")
     subprocess.run([promtool, "check", "rules", "--lint=all", *map(str, RULES)], check=True, capture_output=True)
-    config = tmp_path / "prometheus.yml"
-    text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
-    (tmp_path / "token").write_text("secret")  # promtool wants the file to be there
-    config.write_text(text.replace("/run/secrets/sparseety-admin-token", str(tmp_path / "token")))
-    (tmp_path / "rules").symlink_to(ROOT / "deploy/prometheus/rules")
-    subprocess.run([promtool, "check", "config", str(config)], check=True)
+    # Not whether a file with the admin token is here.
+    config = str(ROOT / "deploy/prometheus/prometheus.yml")
+    subprocess.run([promtool, "check", "config", "--syntax-only", config], check=True)
 
 
 def test_every_alert_has_a_page_of_what_to_do() -> None:

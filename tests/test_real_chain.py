@@ -70,7 +70,7 @@ class Chain:
     logs: Path
     got: list[Got]
     at_vllm: dict[str, dict[str, object]]  # X-Request-Id -> hash and size where vLLM sent it
-    metrics: str  # what vLLM's /metrics said at the end
+    metrics: str  # what vLLM's /metrics said at the end, and the proxy's
 
     def records(self) -> list[AnyRecord]:
         problems: list[LogProblem] = []
@@ -116,7 +116,10 @@ def chain(request, tmp_path_factory) -> Chain:
             try:
                 got = asyncio.run(send_all(proxy.url, mixed_traffic(setup.longer), at_once=50))
                 time.sleep(2.5)  # aborts reach the engine a little after their clients are gone; so do metrics
-                metrics = urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read().decode()
+                metrics = "".join(
+                    urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode()
+                    for url in (server.url, proxy.admin)
+                )
             finally:
                 proxy.stop()
     lines = [json.loads(line) for line in tap.read_text().splitlines()]
@@ -156,6 +159,22 @@ def test_the_client_gets_the_very_bytes_that_vllm_sent(chain):
             assert got.sha256 in recorded, got.ask.name
             compared += 1
     assert compared >= 60
+
+
+def test_the_proxys_counters_are_what_its_log_holds_and_no_more_than_vllm_counts(chain):
+    endings = [record for record in chain.records() if isinstance(record, StreamDone | Response)]
+    assert chain.metric("sparseety_proxy_requests_total") == len(endings)
+    served = [record for record in endings if record.status == 200]
+    usages = [record.usage for record in served if record.usage]
+    stated = sum(usage.completion_tokens for usage in usages)
+    assert chain.metric("sparseety_generation_tokens_total", count_source="usage") == stated > 1000
+    assert chain.metric("sparseety_prompt_tokens_total") == sum(usage.prompt_tokens for usage in usages)
+    assert chain.metric("sparseety_request_generation_tokens_sum") <= chain.metric("vllm:generation_tokens_total")
+    counted = chain.metric("sparseety_request_generation_tokens_count")
+    assert counted + chain.metric("sparseety_requests_uncounted_total") == len(served)
+    first = [record for record in endings if isinstance(record, StreamDone) and record.stamps.first_token]
+    assert chain.metric("sparseety_time_to_first_token_seconds_count", model_name="m") >= len(first)
+    assert chain.metric("sparseety_upstream_errors_total") == sum((record.status or 0) >= 400 for record in endings)
 
 
 def test_usage_is_the_number_of_ids_that_the_engine_logged(chain):
@@ -236,7 +255,9 @@ def test_the_plugins_metrics_are_on_vllms_own_page(chain):
         assert chain.metric("sparseety_prompt_tokens_by_status_total", model_name="m", status=status) == count
     rejected = sum(record.drafts_rejected for record in finished)
     assert chain.metric("sparseety_draft_tokens_total", outcome="rejected") == rejected
-    assert chain.metric("sparseety_capture_sampled_requests_total", decision="captured") == len(finished)
+    assert chain.metric("sparseety_capture_sampled_requests_total", source="plugin", decision="captured") == len(
+        finished
+    )
     assert chain.metric("sparseety_capture_records_dropped_total") == 0
     assert chain.metric("sparseety_plugin_errors_total") == 0
     expected = chain.metric("sparseety_plugin_hooks", state="expected")

@@ -1,6 +1,7 @@
 """A worker's sums on vLLM's /metrics: what its log holds, added up. Records in, a scrape out; no torch."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,22 +10,26 @@ from typing import Any
 import pytest
 
 from sampler_hook import worker_metrics
+from sampler_hook.catalogue import ERRORS, HOOKS, WORKERS, WRITERS
 from sampler_hook.detail import series
 from sampler_hook.settings import HookSettings
 from sampler_hook.tally import WINDOW_CHOICES, WINDOW_PATIENCE, WINDOW_SECONDS, Windows, module_of, spread
-from sparseety.records import Experts, ParameterZeros, Phase, Router, Site, Sparsity, SparsityStart, Weights
-from tests.test_hook_metrics import folder, scrape
+from sparseety.clock import Clock
+from sparseety.logwriter import LogWriter
+from sparseety.records import Experts, ParameterZeros, Phase, Router, Scope, Site, Sparsity, SparsityStart, Weights
+from tests.logbook import until
+from tests.test_hook_metrics import check_against, families_in, folder, scrape
 
 __all__ = ["folder"]  # a fixture
 
-_made: list[worker_metrics.WorkerMetrics] = []
+_closing: list[Callable[[], object]] = []
 
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    while _made:
-        _made.pop().close()
+    while _closing:
+        _closing.pop()()
 
 
 SITES = [Site(name=f"layers.{layer}.mlp.down_proj", width=10, layer=layer) for layer in range(2)]
@@ -35,7 +40,16 @@ BOTH = "engine=0,{}model_name=m,{}"
 class Worker:
     """One that publishes into the folder."""
 
-    def __init__(self, folder: Path, *, ranks: int = 1, rank: int = 0, layers: int = 2, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        layers: int = 2,
+        now: Clock = time.monotonic,
+        **changes: Any,
+    ) -> None:
         parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=ranks, pipeline_parallel_size=1)
         text_config = SimpleNamespace(num_hidden_layers=layers)
         model = SimpleNamespace(served_model_name="m", model="a/model", hf_text_config=text_config)
@@ -49,22 +63,25 @@ class Worker:
             **{"sites": SITES, "routers": [] if rank else ROUTERS} | changes,
         )
         hooks = {"ffn_act": {"expected": 2, "attached": 2, "fired": 1}}
+        self.writer = LogWriter(folder.parent / "logs", "worker", Scope(), clock=lambda: 1.0)
+        _closing.append(self.writer.close)
         made = worker_metrics.metrics_of(
             HookSettings(Path("logs"), **settings),
             {"SPARSEETY_METRICS_DIR": str(folder)},
             SimpleNamespace(model_config=model, parallel_config=parallel),
             SimpleNamespace(start=start, hooks=lambda: hooks),  # type: ignore[arg-type]
+            now,
         )
         self.metrics = made
         if made is not None:
-            _made.append(made)
+            _closing.append(made.close)
         self.note(start)
 
     def note(self, *records: Any) -> None:
         assert self.metrics is not None
         for record in records:
             self.metrics.note(record)
-        self.metrics.publish(0)
+        self.metrics.publish([self.writer], 0)
 
 
 def sparsity(phase: Phase, zeros: list[int], near: list[int], elements: list[int], **more: Any) -> Sparsity:
@@ -112,6 +129,7 @@ def test_ranks_add_up_and_what_rank_0_counts_alone_is_counted_once(folder: Path)
     assert sum(found["sparseety_moe_tokens_routed_total"].values()) == 4
     assert found["sparseety_plugin_hooks"]["engine=0,site=ffn_act,state=expected"] == 4
     assert found["sparseety_plugin_hooks"]["engine=0,site=ffn_act,state=fired"] == 2
+    assert len(found["sparseety_sparsity_config_info"]) == 1
 
 
 def test_with_totals_alone_the_layers_are_one_series(folder: Path) -> None:
@@ -227,6 +245,22 @@ def test_the_settings_in_force_are_1_and_earlier_ones_0_and_their_number_is_boun
     assert scrape(folder)["sparseety_sparsity_config_info"][label.format("0.1")] == 1
 
 
+def test_the_scrape_has_every_metric_of_the_workers_once_there_is_something_and_no_other(
+    folder: Path,
+) -> None:
+    now = 0.0
+    worker = Worker(folder, detail="expert", per_token=True, now=lambda: now)
+    until(lambda: worker.writer.done.disk_free is not None)
+    weights = Weights(ts=0.0, parameters=[ParameterZeros(name="lm_head.weight", zeros=1, elements=4)])
+    now = WINDOW_SECONDS
+    worker.note(weights, experts("decode", [80, 0, 0, 0], [1, 0, 0, 0]))
+    families = families_in(folder)
+    expected = {metric.name: metric for metric in (*WORKERS, *WRITERS, HOOKS, ERRORS)}
+    assert families.keys() == expected.keys()
+    for name, family in families.items():
+        check_against(expected[name], family)
+
+
 # ------------------------------------------------------------------------------------------------------- experts
 
 
@@ -256,11 +290,10 @@ def test_a_window_of_loads_is_of_a_minute_and_of_choices_enough_and_is_given_up_
 
 
 def test_the_spread_of_a_layer_is_absent_before_its_first_window_and_no_number_after_its_last(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(worker_metrics.time, "monotonic", lambda: now)
-    worker = Worker(folder)
+    worker = Worker(folder, now=lambda: now)
     worker.note(experts("decode", [80, 0, 0, 0], [1, 0, 0, 0]))
     assert "sparseety_moe_load_balance_ratio" not in scrape(folder)
     now = WINDOW_SECONDS

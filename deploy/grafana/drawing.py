@@ -38,7 +38,7 @@ def variables(names: tuple[str, ...]) -> list[Json]:
         "label": "Data source",
         "type": "datasource",
         "query": "prometheus",
-        "current": {},
+        "current": {"text": "default", "value": "default"},
         "hide": 0,
     }
     return [source, *(_variable(name) for name in names)]

@@ -60,8 +60,12 @@ SERVICE = Row(
             "stacked",
             "reqps",
             "proxy",
-            "Requests that the server failed, by how; replies with an error status too.",
-            per_second("sparseety_upstream_errors_total", "{S}", "error_type"),
+            "Requests that the server failed, by how, replies with an error status too; and those that the proxy "
+            "refused to pass on.",
+            (
+                *per_second("sparseety_upstream_errors_total", "{S}", "error_type"),
+                ("sum(rate(sparseety_proxy_requests_refused_total{S}[R]))", "refused by the proxy"),
+            ),
         ),
         Panel(
             "Upstream",

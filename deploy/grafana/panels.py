@@ -25,12 +25,14 @@ NEEDS = {
     "vllm": "Not observed: vLLM's /metrics is not scraped",
     "plugin": "Not observed: no plugin seen",
     "sparsity": "Not observed: the plugin does not count sparsity",
+    "single tokens": "Not observed: the plugin does not count zeros token by token",
     "weights": "Not observed: the plugin does not count weights",
     "experts": "Not observed: the plugin counts no experts",
     "single experts": "Not observed: the plugin publishes no single experts",
     "drafts": "Not observed: no speculative decoding",
     "verifier": "Not observed: no verify-tokens --watch is scraped",
     "batch": "Not observed: no verify-tokens run was reported",
+    "stability": "Not observed: no stability run was reported",
     "capture": "Not observed: neither proxy nor plugin is scraped",
 }
 NEEDS_HOW = {
@@ -39,12 +41,14 @@ NEEDS_HOW = {
     "vllm": "vLLM's own /metrics",
     "plugin": "the plugin in vLLM",
     "sparsity": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,sparsity",
+    "single tokens": "the plugin with SPARSEETY_HOOK_SPARSITY_GRAIN=token",
     "weights": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,weights",
     "experts": "the plugin with SPARSEETY_HOOK_CAPTURE=tokens,experts, and a model with experts",
-    "single experts": "the plugin with experts published one by one",
+    "single experts": "the plugin with SPARSEETY_HOOK_METRICS_DETAIL=expert",
     "drafts": "vLLM with speculative decoding",
     "verifier": "verify-tokens --watch",
     "batch": "verify-tokens --prom-textfile and a node exporter",
+    "stability": "sparseety stability compare --prom-textfile and a node exporter",
     "capture": "the proxy or the plugin",
 }
 

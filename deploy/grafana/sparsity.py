@@ -22,8 +22,8 @@ ACTIVATION = Row(
             "rows",
             "percentunit",
             "sparsity",
-            "Share of exact zeros at the input of a layer's down projection. The layer all: the plugin publishes sums "
-            "only (see docs/sparsity.md for single layers).",
+            "Share of exact zeros at the input of a layer's down projection. The layer all stands for all of them "
+            "where SPARSEETY_HOOK_METRICS_DETAIL is totals.",
             ((f"avg by (layer) ({_BY_LAYER}{_OF_LAYERS})", "{{layer}}"),),
             12,
             link=_THIS_LAYER,
@@ -69,7 +69,7 @@ ACTIVATION = Row(
             "Zeros of a token",
             "lines",
             "percentunit",
-            "sparsity",
+            "single tokens",
             "Share of exact zeros of one token over all layers: how far tokens differ.",
             quantiles(
                 "sparseety_activation_token_zero_ratio", '{E, zero_kind="exact", phase=~"$phase"}', 0.1, 0.5, 0.9

@@ -132,11 +132,82 @@ BATCH = Row(
     ),
 )
 
+STABILITY = Row(
+    "Before going live (sparseety stability)",
+    (
+        Panel(
+            "Gates of the last run",
+            "stat",
+            "short",
+            "stability",
+            "Whether the changed server may go live, by the contract that was chosen.",
+            (("min by (model_name, gate) (sparseety_stability_run_gate{N})", "{{model_name}} {{gate}}"),),
+            words=((-1, "inconclusive"), (0, "reject"), (1, "accept")),
+            good_above=1,
+        ),
+        Panel(
+            "Differences that no tie explains",
+            "bars",
+            "percentunit",
+            "stability",
+            "Share of the prompts, by comparison; of the baseline with itself it is the yardstick for the others.",
+            (("max by (comparison) (sparseety_stability_run_hard_ratio{N})", "{{comparison}}"),),
+        ),
+        Panel(
+            "Outputs that are equal throughout",
+            "bars",
+            "percentunit",
+            "stability",
+            "Share of the prompts whose ids are all equal, by comparison. A healthy server is not always at 100 %.",
+            (("min by (comparison) (sparseety_stability_run_exact_match_ratio{N})", "{{comparison}}"),),
+        ),
+        Panel(
+            "First difference (token)",
+            "bars",
+            "short",
+            "stability",
+            "Of pairs that differ: the token at which half of them have begun to.",
+            (
+                (
+                    "histogram_quantile(0.5,"
+                    " sum by (le, comparison) (sparseety_stability_first_divergence_tokens_bucket{N}))",
+                    "{{comparison}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Outputs to one prompt",
+            "bars",
+            "short",
+            "stability",
+            "Mean number of distinct ones over the repeats in one arm; 1 is stable.",
+            (("max by (arm) (sparseety_stability_run_distinct_outputs{N})", "{{arm}}"),),
+        ),
+        Panel(
+            "Requests of the run",
+            "table",
+            "short",
+            "stability",
+            "By arm, and how they ended.",
+            (("max by (model_name, arm, outcome) (sparseety_stability_run_requests{N})", ""),),
+            12,
+        ),
+        Panel(
+            "Age of the run",
+            "stat",
+            "s",
+            "stability",
+            "Since it was judged.",
+            (("time() - max(sparseety_stability_run_completion_timestamp_seconds)", ""),),
+        ),
+    ),
+)
+
 VERIFICATION = Dashboard(
     "sparseety-verification",
     "Verification",
     "Whether the text that clients received is that of the tokens the engine sampled. Without a verifier nothing is "
     "known about it, and this page stays empty.",
-    (NOW, BATCH),
+    (NOW, BATCH, STABILITY),
     ("job", "instance", "model_name"),
 )
