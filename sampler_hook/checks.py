@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from sampler_hook import adapters
@@ -37,9 +38,12 @@ def _check(subject: Subject) -> Iterator[Result]:
     for log in logs:
         if log.engine and log.alive is not False:
             yield _hooks(str(log.path), log.engine.hooks_expected, log.engine.hooks_attached)
-    if published and not any(log.engine and log.alive is not False for log in logs):
-        attached = [site for site, states in published.items() if "attached" in states]
-        yield _hooks(f"{subject.upstream}/metrics", list(published), attached)
+    methods = {site: counts for site, counts in published.items() if site in _PART_OF}
+    if methods and not any(log.engine and log.alive is not False for log in logs):
+        attached = [site for site, counts in methods.items() if counts["attached"]]
+        yield _hooks(f"{subject.upstream}/metrics", list(methods), attached)
+    for site in published.keys() - methods.keys():  # in the model, counted by module; no engine's log knows of them
+        yield _in_model(site, published[site]["expected"], published[site]["attached"])
 
 
 def _version(subject: Subject, *, alive: bool) -> Iterator[Result]:
@@ -59,7 +63,7 @@ def _version(subject: Subject, *, alive: bool) -> Iterator[Result]:
     yield ok(name, f"vLLM {version} is in the range that the plugin is tested with: {_TESTED}")
 
 
-def _alive(subject: Subject, logs: list[FoundLog], published: dict[str, set[str]]) -> Iterator[Result]:
+def _alive(subject: Subject, logs: list[FoundLog], published: dict[str, Counter[str]]) -> Iterator[Result]:
     name = "plugin.alive"
     folders = ", ".join(map(str, subject.log_dirs)) or "no folder"
     if not logs:
@@ -99,14 +103,22 @@ def _hooks(where: str, expected: list[str], attached: list[str]) -> Result:
     return warn(name, f"{counts}; lacking: {', '.join(lacking)}: their part is not recorded", fix)
 
 
-def _published(page: str) -> dict[str, set[str]]:
-    """By site, the states that hold of it: expected, attached, fired. Empty: the plugin is not in there."""
-    found: dict[str, set[str]] = {}
+def _in_model(site: str, expected: int, attached: int) -> Result:
+    counts = f"{expected} hooks expected in the model ({site}), {attached} attached"
+    if attached == expected:
+        return ok("plugin.hooks", counts)
+    fix = "vLLM's output says which and why; docs/sparsity.md"
+    return (warn if attached else fail)("plugin.hooks", f"{counts}: of the others nothing is counted", fix)
+
+
+def _published(page: str) -> dict[str, Counter[str]]:
+    """By site, how many hooks are expected, attached, fired. Empty: the plugin is not in there."""
+    found: dict[str, Counter[str]] = {}
     for labels, value in re.findall(rf"^{HOOKS.name}{{([^}}]*)}} (\S+)", page, re.M):
         told = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        if float(value) and "site" in told:
-            found.setdefault(told["site"], set()).add(told.get("state", ""))
-    return {site: states for site, states in found.items() if "expected" in states}
+        if "site" in told and "state" in told:
+            found.setdefault(told["site"], Counter())[told["state"]] += int(float(value))
+    return {site: counts for site, counts in found.items() if counts["expected"]}
 
 
 PART = Part(check=_check, settle=_settle)

@@ -141,8 +141,9 @@ def verdict(results: Sequence[Result]) -> str:
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
     """The verdict, then the evidence, what is wrong first."""
-    words = {Status.FAIL: "failed", Status.WARN: "to be warned of", Status.UNKNOWN: "not checked", Status.OK: "ok"}
     counts = {status: sum(result.status is status for result in results) for status in _ORDER}
+    warnings = "warning" if counts[Status.WARN] == 1 else "warnings"
+    words = {Status.FAIL: "failed", Status.WARN: warnings, Status.UNKNOWN: "not checked", Status.OK: "ok"}
     told = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
     yield f"sparseety doctor: {verdict(results).upper()}   {told or 'nothing was looked at'}"
     yield ""

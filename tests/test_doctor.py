@@ -220,6 +220,22 @@ def test_a_plugin_that_writes_elsewhere_is_known_by_its_metrics(tmp_path, capsys
     assert checks["plugin.hooks"][1].startswith("3 hooks expected, 0 attached")
 
 
+@pytest.mark.parametrize(("attached", "status"), [(30, "ok"), (12, "warn"), (0, "fail")])
+def test_hooks_in_the_model_are_counted_by_the_plugins_metrics(attached, status, tmp_path, capsys):
+    counts = {"expected": 30, "attached": attached, "fired": 0}
+    page = "".join(
+        f'sparseety_plugin_hooks{{engine="0",site="ffn_act",state="{state}"}} {float(count)}\n'
+        for state, count in counts.items()
+    )
+    writer = log(tmp_path / "logs", hooks_expected=HOOKS, hooks_attached=HOOKS)
+    with server({"/health": "", "/metrics": page}) as upstream:
+        _, checks = run(capsys, "--log-dir", tmp_path / "logs", "--upstream", upstream, "--only", "plugin")
+    writer.close()
+    assert checks["plugin.hooks"][0] == status
+    if status != "ok":
+        assert checks["plugin.hooks"][1].startswith(f"30 hooks expected in the model (ffn_act), {attached} attached")
+
+
 def test_a_log_that_nobody_writes_any_more_is_a_plugin_that_is_gone(tmp_path, capsys):
     writer = log(tmp_path / "logs")
     make_old(tmp_path / "logs")
