@@ -21,14 +21,17 @@ pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parent.parent
 WINDOW = 64  # as in changed_models
+LAYERS, WIDTH = 30, 1536  # of SmolLM2-135M: MLPs, and what goes into each down projection
 
 
 @contextmanager
-def proxied(folder: Path, logs: Path, *, model: Path | None = None, arguments: tuple[str, ...] = ()) -> Iterator[str]:
-    """A vLLM with the plugin, and the proxy before it. Yields the proxy's URL."""
+def proxied(
+    folder: Path, logs: Path, *, model: Path | None = None, arguments: tuple[str, ...] = (), capture: str = "tokens,kv"
+) -> Iterator[str]:
+    """A vLLM with the plugin, and the proxy before it. Yields the proxy's URL. kv: how much a window reads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # this checkout's plugin
-        hook = {"SPARSEETY_HOOK_CAPTURE": "tokens,kv"}  # kv: how much of its context a window reads
+        hook = {"SPARSEETY_HOOK_CAPTURE": capture}
         with serve(folder, hook_dir=logs, model=model, arguments=arguments, hook=hook) as server:
             proxy = start_proxy(folder, server.url, logs)
             try:
@@ -41,7 +44,7 @@ def proxied(folder: Path, logs: Path, *, model: Path | None = None, arguments: t
 def small(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     """(folder, URL) of a server for the tests that run each time."""
     folder = tmp_path_factory.mktemp("stability")
-    with proxied(folder / "server", folder / "logs") as url:
+    with proxied(folder / "server", folder / "logs", capture="tokens,kv,sparsity") as url:
         yield folder, url
 
 
@@ -64,7 +67,11 @@ def test_too_few_prompts_on_a_real_server_are_no_verdict_though_all_streams_are_
         assert arm.fingerprint.engine.batch_invariant is False
         for output in arm.outputs.values():
             assert output.prompt_tokens == len(arm.inputs[output.prompt])
-            assert output.served.computed + output.served.reused == output.prompt_tokens
+            served = output.served
+            assert served.computed + served.reused == output.prompt_tokens
+            computed = served.computed + len(output.ids) - 1  # tokens that went through the layers
+            assert 0.95 < served.elements / (computed * LAYERS * WIDTH) <= 1
+            assert 0 <= served.zeros < served.elements / 1000  # SiLU makes none to speak of
             assert all(len(top) >= 5 for top in output.top)
             assert [max(top, key=lambda pair: pair[1])[1] for top in output.top] == [top[0][1] for top in output.top]
     forced = [each for arm in arms.values() for each in arm.forced.values()]

@@ -10,12 +10,14 @@ from deploy.demo.faults import parse_fault
 from sparseety.logreader import find_logs
 from sparseety.records import (
     AnyRecord,
+    AttentionLayers,
     EngineEvent,
     EngineStart,
     LogOpen,
     RequestAdded,
     RequestFinished,
     Scope,
+    Sparsity,
     TokenizerIdentity,
 )
 from tests.proxy_command import start_proxy
@@ -33,7 +35,7 @@ def gathered(tmp_path_factory) -> Path:
     """A run against the demo backend behind the proxy, with a fault in one of five streams of arm b."""
     folder = tmp_path_factory.mktemp("stability")
     fixed = ["run", "--out", str(folder / "run"), "--first", "10", "--max-tokens", "16", "--quiet", "--gather"]
-    for arm, fault in (("--baseline", None), ("--candidate", "drop")):
+    for arm, fault in (("--baseline", None), ("--candidate", "alter")):
         settings = Settings(
             log_dir=folder / "logs", token_delay=0, fault=parse_fault(fault) if fault else None, fault_every=5
         )
@@ -85,17 +87,26 @@ def output(number: int) -> Output:
     return Output(arm="a1", response_id=f"chatcmpl-{name}", ids=[1], **fields)
 
 
-def engine_log(folder: Path, pid: int, start: float, requests: list[tuple[int, float]], *more: AnyRecord) -> None:
+def engine_log(
+    folder: Path,
+    pid: int,
+    start: float,
+    requests: list[tuple[int, float]],
+    *more: AnyRecord,
+    attention: list[AttentionLayers] | None = None,
+    attended: dict[str, tuple[int, int]] | None = None,
+) -> None:
     """One engine's log: it starts, takes requests (number, when), and whatever else happens."""
     opening = LogOpen(
         ts=start, format=1, source="engine", host="h", pid=pid, start=start, program="sparseety", scope=Scope()
     )
     tokenizer = TokenizerIdentity(name="t")
-    lines: list[AnyRecord] = [opening, EngineStart(ts=start, vllm="0.32.0", model="m", tokenizer=tokenizer)]
+    started = EngineStart(ts=start, vllm="0.32.0", model="m", tokenizer=tokenizer, attention=attention or [])
+    lines: list[AnyRecord] = [opening, started]
     for place, (number, ts) in enumerate(requests, 1):
         name = f"chatcmpl-x-a1-p{number}-r0-cold"
         added = RequestAdded(ts=ts, request=place, external_id=name, engine_id=f"{name}-0a", prompt_len=3)
-        lines += [added, RequestFinished(ts=ts, request=place, total_ids=1)]
+        lines += [added, RequestFinished(ts=ts, request=place, total_ids=1, attended=attended or {})]
     lines = [lines[0], *sorted([*lines[1:], *more], key=lambda record: record.ts)]
     (folder / f"engine-{pid}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
@@ -103,6 +114,31 @@ def engine_log(folder: Path, pid: int, start: float, requests: list[tuple[int, f
 def epochs(folder: Path) -> list[str | None]:
     evidence = look_up([output(n) for n in range(4)], find_logs([str(folder)]), TokenizerShelf([TOKENIZER]), 1)
     return [evidence.checked[output(n).request_id].epoch for n in range(4)]
+
+
+def test_zeros_are_summed_over_layers_and_phases_but_not_what_was_computed_again(tmp_path):
+    engine_log(tmp_path, 1, 10.0, [(0, 20.0)])
+    opening = LogOpen(ts=1.0, format=1, source="worker", host="h", pid=2, start=1.0, program="s", scope=Scope())
+    name = "chatcmpl-x-a1-p0-r0-cold-0a"
+    counts = [("prefill", [3, 4], [10, 10]), ("decode", [1, 0], [5, 5]), ("recomputed", [9, 9], [10, 10])]
+    lines = [
+        Sparsity(ts=20.0, engine_id=name, phase=phase, tokens=1, zeros=zeros, near=zeros, elements=elements)
+        for phase, zeros, elements in counts
+    ]
+    data = b"".join(msgspec.json.encode(line) + b"\n" for line in [opening, *lines])
+    (tmp_path / "worker-2.jsonl").write_bytes(data)
+    evidence = look_up([output(0)], find_logs([str(tmp_path)]), TokenizerShelf([TOKENIZER]), 1)
+    served = evidence.checked[output(0).request_id].served
+    assert (served.zeros, served.elements) == (8, 30)
+
+
+def test_attention_is_summed_over_the_layers_of_each_kind(tmp_path):
+    kinds = [AttentionLayers(layer_type="sliding", layers=4, window=8), AttentionLayers(layer_type="full", layers=2)]
+    engine_log(tmp_path, 1, 10.0, [(0, 20.0)], attention=kinds, attended={"sliding": (30, 100)})
+    evidence = look_up([output(0)], find_logs([str(tmp_path)]), TokenizerShelf([TOKENIZER]), 1)
+    checked = evidence.checked[output(0).request_id]
+    assert (checked.served.attended, checked.served.context) == (4 * 30 + 2 * 100, 6 * 100)
+    assert evidence.engines["a1"].attention == ["4 sliding (8)", "2 full"]
 
 
 def test_engines_that_run_side_by_side_are_one_server(tmp_path):

@@ -2,6 +2,9 @@
 
 import io
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -120,6 +123,24 @@ def test_a_run_goes_on_behind_a_line_that_was_torn(tmp_path, run):
     loaded = store.load(tmp_path / "run")
     assert loaded.notes == []
     assert len(loaded.arms["b"].outputs) == len(PROMPTS)
+
+
+def test_a_run_that_is_interrupted_keeps_what_came(tmp_path, prompts):
+    toy = Toy(token_seconds=0.01)
+    with toy_serving(toy) as url:
+        command = [sys.executable, "-m", "verifier.stability.cli", "run", "--out", str(tmp_path / "run"), "--gather"]
+        command += ["--prompts", str(prompts), "--max-tokens", "12", "--concurrency", "2", "--candidate", url]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 30
+        while len(toy.requests) < 9 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    outputs = store.load(tmp_path / "run").arms["b"].outputs
+    assert 2 <= len(outputs) < len(PROMPTS)
+    assert all(output.error is None for output in outputs.values())
 
 
 def test_a_run_does_not_go_on_with_another_plan_or_another_server(run, capsys):

@@ -50,6 +50,15 @@ def test_the_same_model_under_other_noise_is_accepted(run, tmp_path):
     assert len(candidate["differences"]) >= 10
 
 
+@pytest.mark.parametrize("loads", ["1", "4", "1,4", "1,2,4"])
+def test_every_output_has_its_counterpart_in_every_other_arm(run, loads):
+    arguments = ("--first", "5", "-n", "2", "--cache", "cold,warm", "--concurrency", loads, "--json")
+    _, out, _ = run(Toy(), Toy(), *arguments)
+    outputs = 5 * 2 * 2 * len(loads.split(","))
+    for comparison in json.loads(out)["comparisons"]:
+        assert (comparison["name"], comparison["pairs"], comparison["unpaired"]) == (comparison["name"], outputs, 0)
+
+
 def test_the_page_has_text_only_if_it_was_asked_for(run, tmp_path):
     page = tmp_path / "run.html"
     tokenizer = str(Path(__file__).parent / "data" / "toy" / "bytebpe.json")

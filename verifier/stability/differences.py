@@ -176,7 +176,7 @@ def tie_band(noise: Iterable[Difference], settings: GateSettings, facts: Facts) 
     largest = max((d.shift for d in places.values() if d.shift is not None), default=0.0)
     baseline = _plain(facts.arms["a1"].dtype) if "a1" in facts.arms else ""
     if baseline in _MANTISSA and baseline != _coarsest(facts):
-        return _because(default, f"the noise arm computes in {baseline}, not all arms are known to")
+        return _because(default, f"the noise arm computes in {baseline}; another arm does not, or does not say")
     if len(places) < settings.noise_differences:
         few = f"the noise arm has {len(places)} first differences, {settings.noise_differences} would give the band"
         return _because(default, few)

@@ -21,6 +21,7 @@ from verifier.stability.store import Arm, ArmWriter, Input, Line
 
 API_KEY = "SPARSEETY_VERIFY_API_KEY"
 _EVENT_BYTES = 8 << 20
+_IDLE = 2.0  # seconds that a connection is kept for: uvicorn closes it after 5, and then a request would be lost
 _FORCED_ERRORS = 2  # in a row
 _WARM_UP = 4  # requests before the first stage, which are kept apart
 
@@ -88,7 +89,7 @@ class Server:
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx.Timeout(limits.seconds, connect=30),
-            limits=httpx.Limits(max_connections=limits.at_once),
+            limits=httpx.Limits(max_connections=limits.at_once, keepalive_expiry=_IDLE),
             trust_env=False,  # measured is the server, not a proxy that the environment names
         )
 

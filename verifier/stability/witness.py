@@ -147,11 +147,17 @@ def _sums(record: RequestFinished, start: EngineStart | None, zeros: _Zeros | No
 
 
 def _attention(record: RequestFinished, start: EngineStart | None) -> tuple[int | None, int | None]:
-    """(positions read, positions there were) over all layers of which it is known."""
+    """(positions read, positions there were) over all layers of which it is known.
+
+    The log has no sums of full attention, which reads all that there is.
+    """
     layers = {kind.layer_type: kind.layers for kind in start.attention} if start else {}
     known = {name: sums for name, sums in record.attended.items() if name in layers}
     if not known:
         return None, None
+    if "full" in layers:
+        before = max(before for _, before in known.values())
+        known = {"full": (before, before)} | known
     return (
         sum(layers[name] * read for name, (read, _) in known.items()),
         sum(layers[name] * before for name, (_, before) in known.items()),
