@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import get_args
 
 from sparseety.metrics import (
+    BUILD_INFO,
     FIRST_TOKEN_SECONDS,
-    FLUSH_SECONDS,
     OVERHEAD_SECONDS,
     REQUEST_SECONDS,
     TOKEN_SECONDS,
@@ -16,6 +16,7 @@ from sparseety.metrics import (
     steps_1_2_5,
 )
 from sparseety.records import Endpoint, Kind, Outcome
+from sparseety.writer_metrics import writer_metrics
 
 OTHER = "other"
 UPSTREAM = "default"  # the proxy has one, without a name
@@ -28,8 +29,6 @@ ERROR_TYPES = ("connect", "tls", "read_timeout", "write_timeout", "reset", "prot
 COUNT_SOURCES = ("usage", "token_ids", "logprobs")
 REFUSALS = ("bad_request", "headers_too_large", "request_timeout", "not_implemented", "http_version", "internal_error")
 PAUSE_REASONS = ("latency", "disk")
-SEGMENT_EVENTS = ("opened", "closed", "packed", "deleted")
-DROP_REASONS = ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown")
 
 MODEL = Label("model_name", limit=MODELS + 1)  # and "other"
 _endpoint = Label("endpoint", ENDPOINTS)
@@ -39,13 +38,7 @@ _source = Label("source", (SOURCE,))
 
 # ------------------------------------------------------------------------------------------------- the service layer
 
-BUILD = Metric(
-    "sparseety_build_info",
-    "gauge",
-    "Constant 1; the build that runs (version) and the format of its capture log (schema_version).",
-    labels=(Label("version", limit=1), Label("schema_version", limit=1)),
-    layer="service",
-)
+BUILD = BUILD_INFO
 REQUESTS = Metric(
     "sparseety_proxy_requests",
     "counter",
@@ -314,88 +307,18 @@ RECORDS = Metric(
     labels=(_source, Label("kind", ("request_start", "chunk", "stream_done", "response", "gap"))),
     layer="capture",
 )
-RECORDS_WRITTEN = Metric(
-    "sparseety_capture_records_written",
-    "counter",
-    "Records in the log, the writer's own included (log_open, log_close, gap).",
-    labels=(_source,),
-    layer="capture",
-)
-RECORDS_DROPPED = Metric(
-    "sparseety_capture_records_dropped",
-    "counter",
-    "Records that never reached the log. Any increase means that it is not complete; it says so in gaps, and each "
-    "request concerned is incomplete. queue_full: the disk did not keep up; disk_low: less free than "
-    "log_min_free_bytes; write_error: the disk refused them; shutdown: it did not take the rest in time.",
-    labels=(_source, Label("reason", DROP_REASONS)),
-    layer="capture",
-)
-WRITTEN_BYTES = Metric(
-    "sparseety_capture_written_bytes",
-    "counter",
-    "Bytes appended to the log, before compression.",
-    "bytes",
-    (_source,),
-    layer="capture",
-)
-QUEUE_BYTES = Metric(
-    "sparseety_capture_queue_bytes",
-    "gauge",
-    "Memory taken by records that wait to be written, in the worker with the fullest queue.",
-    "bytes",
-    (_source,),
-    layer="capture",
-    absent="with `--no-capture`",
-)
-QUEUE_LIMIT = Metric(
-    "sparseety_capture_queue_limit_bytes",
-    "gauge",
-    "Bound of one worker's queue.",
-    "bytes",
-    (_source,),
-    layer="capture",
-    absent="with `--no-capture`",
-)
-FLUSH = Metric(
-    "sparseety_capture_flush_duration_seconds",
-    "histogram",
-    "Time of one write of all that waited to the log's file, whether or not the disk took it; about 20 a second.",
-    "seconds",
-    (_source,),
-    FLUSH_SECONDS,
-    "capture",
-)
-LAST_WRITE = Metric(
-    "sparseety_capture_last_write_timestamp_seconds",
-    "gauge",
-    "Unix time of the last write that the disk took, of the worker where it is latest.",
-    "seconds",
-    (_source,),
-    layer="capture",
-    absent="with `--no-capture`",
-)
-DISK_FREE = Metric(
-    "sparseety_capture_disk_free_bytes",
-    "gauge",
-    "Free for this user on the log's disk, looked at every 5 s.",
-    "bytes",
-    layer="capture",
-    absent="with `--no-capture`",
-)
-SEGMENTS = Metric(
-    "sparseety_capture_segments",
-    "counter",
-    "Files of the log: opened, closed (in order), packed, deleted (the oldest ones, beyond log_total_bytes).",
-    labels=(_source, Label("event", SEGMENT_EVENTS)),
-    layer="capture",
-)
-LOGS_FAILING = Metric(
-    "sparseety_capture_logs_failing",
-    "gauge",
-    "Workers whose log cannot be written now.",
-    labels=(_source,),
-    layer="capture",
-)
+(
+    RECORDS_WRITTEN,
+    RECORDS_DROPPED,
+    WRITTEN_BYTES,
+    QUEUE_BYTES,
+    QUEUE_LIMIT,
+    FLUSH,
+    LAST_WRITE,
+    DISK_FREE,
+    SEGMENTS,
+    LOGS_FAILING,
+) = writer_metrics(SOURCE, absent="with `--no-capture`")
 PAUSED = Metric(
     "sparseety_capture_paused",
     "gauge",
@@ -421,7 +344,7 @@ SPANS = Metric(
     layer="capture",
 )
 
-METRICS: tuple[Metric, ...] = tuple(each for each in globals().copy().values() if isinstance(each, Metric))
+METRICS: tuple[Metric, ...] = tuple({each: None for each in globals().copy().values() if isinstance(each, Metric)})
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 

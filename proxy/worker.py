@@ -10,13 +10,11 @@ import msgspec
 from proxy.app import ProxyApp
 from proxy.capture import ENDPOINTS, Limits
 from proxy.catalogue import (
-    DROP_REASONS,
     FLUSH,
     PAUSES,
     RECORDS_DROPPED,
     RECORDS_WRITTEN,
     REQUESTS,
-    SEGMENT_EVENTS,
     SEGMENTS,
     SOURCE,
     SPANS,
@@ -35,6 +33,7 @@ from sparseety.errors import SparseetyError
 from sparseety.logwriter import LogWriter
 from sparseety.records import Scope
 from sparseety.segments import Rotation
+from sparseety.writer_metrics import DROP_REASONS, SEGMENT_EVENTS
 from sparseety.written import Written
 
 LOG_CLOSING_SECONDS = 10.0  # for the disk to take the rest of the log

@@ -1,7 +1,8 @@
 """What the plugin publishes on vLLM's /metrics: the definitions. docs/metrics.md is made from them."""
 
 from sampler_hook import adapters
-from sparseety.metrics import BUILD_INFO, FLUSH_SECONDS, OVERHEAD_SECONDS, Label, Metric
+from sparseety.metrics import BUILD_INFO, OVERHEAD_SECONDS, Label, Metric
+from sparseety.writer_metrics import writer_metrics
 
 # Limits are those of one engine: a server with several has so many times as many series.
 MODEL = Label("model_name", limit=1)  # as served; one engine serves one
@@ -198,13 +199,6 @@ RECORDS = Metric(
     labels=(SOURCE, Label("kind", tuple(dict.fromkeys((*ENGINE_KINDS, *WORKER_KINDS))))),
     layer="capture",
 )
-DROPPED = Metric(
-    "sparseety_capture_records_dropped",
-    "counter",
-    "Records that could not be written; requests concerned are judged incomplete.",
-    labels=(SOURCE, Label("reason", ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown"))),
-    layer="capture",
-)
 PAUSED = Metric(
     "sparseety_capture_paused",
     "gauge",
@@ -255,94 +249,22 @@ LAST = Metric(
     (ENGINE,),
     layer="capture",
 )
-RECORDS_WRITTEN = Metric(
-    "sparseety_capture_records_written",
-    "counter",
-    "Records in the logs, the writers' own included (log_open, log_close, gap).",
-    labels=(SOURCE,),
-    layer="capture",
-)
-SEGMENTS = Metric(
-    "sparseety_capture_segments",
-    "counter",
-    "Files of the logs: opened, closed (in order), packed, deleted (the oldest ones, beyond the cap).",
-    labels=(SOURCE, Label("event", ("opened", "closed", "packed", "deleted"))),
-    layer="capture",
-)
-LOGS_FAILING = Metric(
-    "sparseety_capture_logs_failing",
-    "gauge",
-    "Processes whose log cannot be written now.",
-    labels=(SOURCE,),
-    layer="capture",
-)
-WRITTEN = Metric(
-    "sparseety_capture_written_bytes",
-    "counter",
-    "Bytes written to the log, before compression.",
-    "bytes",
-    (SOURCE,),
-    layer="capture",
-)
-FLUSH = Metric(
-    "sparseety_capture_flush_duration_seconds",
-    "histogram",
-    "Time to write one batch of records.",
-    "seconds",
-    (SOURCE,),
-    FLUSH_SECONDS,
-    layer="capture",
-)
-LAST_WRITE = Metric(
-    "sparseety_capture_last_write_timestamp_seconds",
-    "gauge",
-    "Unix time of the last successful write.",
-    "seconds",
-    (SOURCE,),
-    layer="capture",
-    absent="before the first write",
-)
-QUEUE = Metric(
-    "sparseety_capture_queue_bytes",
-    "gauge",
-    "Memory taken by records that wait to be written, in the process with the fullest queue.",
-    "bytes",
-    (SOURCE,),
-    layer="capture",
-)
-QUEUE_LIMIT = Metric(
-    "sparseety_capture_queue_limit_bytes",
-    "gauge",
-    "Bound of one process's queue.",
-    "bytes",
-    (SOURCE,),
-    layer="capture",
-)
-DISK_FREE = Metric(
-    "sparseety_capture_disk_free_bytes",
-    "gauge",
-    "Free bytes on the disk that the log is on.",
-    "bytes",
-    layer="capture",
-    absent="before the first look at the disk",
-)
+
+WRITER = writer_metrics("plugin")
 
 ENGINES = (
     PROMPT, EVICTED, CONTEXT, ATTENDED, DRAFTS, ACCEPTED, REQUESTS, RATE, PAUSED, HOOKS, PLUGIN_EVENTS, STEPS,
     ERRORS, LAST, BUILD_INFO,
 )  # fmt: skip
 """By the process that has the scheduler."""
-WRITERS = (
-    RECORDS, RECORDS_WRITTEN, DROPPED, WRITTEN, SEGMENTS, QUEUE, QUEUE_LIMIT, FLUSH, LAST_WRITE, DISK_FREE,
-    LOGS_FAILING,
-)  # fmt: skip
+WRITERS = (RECORDS, *WRITER)
 """By each process that writes a log."""
 ACTIVATIONS = (ELEMENTS, ZEROS, TOKEN_ZEROS)
 ROUTING = (ROUTED, BALANCE, ENTROPY, IDLE)
 WORKERS = (*ACTIVATIONS, WEIGHT_ZEROS, *ROUTING, EXPERT_TOKENS, SPARSITY_CONFIG)
 """By the workers, where sparsity, experts or weights are counted."""
 
-SUMMED = frozenset({HOOKS.name, LOGS_FAILING.name})
+SUMMED = frozenset({HOOKS.name, WRITER.failing.name})
 """Gauges that add up over the processes of an engine. Of others the highest holds."""
 
 METRICS = tuple(dict.fromkeys((*ENGINES, *WORKERS, *WRITERS)))

@@ -9,29 +9,20 @@ from sampler_hook.catalogue import (
     ACCEPTED_BOUNDS,
     ATTENDED,
     CONTEXT,
-    DISK_FREE,
     DRAFTS,
-    DROPPED,
     ERRORS,
     EVENTS,
     EVICTED,
-    FLUSH,
     HOOKS,
     LAST,
-    LAST_WRITE,
-    LOGS_FAILING,
     PAUSED,
     PLUGIN_EVENTS,
     PROMPT,
-    QUEUE,
-    QUEUE_LIMIT,
     RATE,
     RECORDS,
-    RECORDS_WRITTEN,
     REQUESTS,
-    SEGMENTS,
     STEPS,
-    WRITTEN,
+    WRITER,
 )
 from sampler_hook.metrics import Sample
 from sampler_hook.scribe import Counts
@@ -79,21 +70,22 @@ def of_writers(writers: Sequence[LogWriter], records: Mapping[str, int]) -> Iter
     ours = {"source": "plugin"}
     done = [writer.done for writer in writers]
     yield from (total(RECORDS, count, ours, kind=kind) for kind, count in records.items())
-    yield total(RECORDS_WRITTEN, sum(each.records for each in done), ours)
-    yield total(WRITTEN, sum(each.bytes for each in done), ours)
+    yield total(WRITER.written, sum(each.records for each in done), ours)
+    yield total(WRITER.bytes, sum(each.bytes for each in done), ours)
     for reason in done[-1].dropped:
-        yield total(DROPPED, sum(each.dropped[reason] for each in done), ours, reason=reason)
+        yield total(WRITER.dropped, sum(each.dropped[reason] for each in done), ours, reason=reason)
     for event in done[-1].segments:
-        yield total(SEGMENTS, sum(each.segments[event] for each in done), ours, event=event)
-    yield from histogram(FLUSH, [sum(column) for column in zip(*(each.flushes for each in done), strict=True)], ours)
+        yield total(WRITER.segments, sum(each.segments[event] for each in done), ours, event=event)
+    flushes = [sum(column) for column in zip(*(each.flushes for each in done), strict=True)]
+    yield from histogram(WRITER.flush, flushes, ours)
     queued, limit = writers[-1].queue
-    yield Sample(QUEUE, ours, queued)
-    yield Sample(QUEUE_LIMIT, ours, limit)
-    yield Sample(LOGS_FAILING, ours, float(not (writers[-1].healthy or writers[-1].closed)))
+    yield Sample(WRITER.queue, ours, queued)
+    yield Sample(WRITER.queue_limit, ours, limit)
+    yield Sample(WRITER.failing, ours, float(not (writers[-1].healthy or writers[-1].closed)))
     if (last := max((each.last for each in done if each.last is not None), default=None)) is not None:
-        yield Sample(LAST_WRITE, ours, last)
+        yield Sample(WRITER.last_write, ours, last)
     if (free := done[-1].disk_free) is not None:
-        yield Sample(DISK_FREE, {}, free)
+        yield Sample(WRITER.disk_free, {}, free)
 
 
 def of_events(events: Mapping[str, int], engine: str) -> Iterator[Sample]:

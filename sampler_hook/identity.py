@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,14 @@ def engine_start(
         capture=sorted(capture),
         block_size=adapters.block_size(config),
         attention=layers(adapters.text_config(model)),
+        dtype=_dtype(model),
+        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0",
     )
+
+
+def _dtype(model: Any) -> str | None:
+    dtype = getattr(model, "dtype", None)
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def tokenizer_files(name: str, revision: str | None = None) -> dict[str, str]:

@@ -72,6 +72,9 @@ class Scribe:
         self._put = put
         self._generation_eos, self._attention = generation_eos, list(attention)
         self.counts = counts or Counts()
+        for kind in self._attention:
+            if read(kind, 1, 1):  # it can be derived: it is there before the first request's end
+                self.counts.attended.setdefault(kind.layer_type, [0, 0])
         self.kv: KvLedger | None = None  # None: KV blocks are not recorded
         self.fault: Callable[[str, Exception], object] = lambda part, error: None  # what to call when a part fails
         self._recorder = EngineRecorder(put, clock)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from sampler_hook.catalogue import (
     BALANCE,
@@ -25,6 +26,7 @@ from sampler_hook.tally import PHASES, Spread, Tally
 
 ALL = "all"  # the layer's label where only totals are published
 NO_LAYER = "none"  # of a module whose name has no layer's number
+_Place = TypeVar("_Place")
 _OTHER = "other"
 _THRESHOLDS = 8  # told apart; the operator may change it as often as he likes
 
@@ -47,8 +49,8 @@ class WorkerFigures:
         layers = [self.layer(site.layer) for site in tally.sites]
         for phase in PHASES:
             zeros = tally.zeros[phase]
-            kinds = {"exact": _by_layer(layers, zeros.zeros), "near": _by_layer(layers, zeros.near)}
-            for layer, elements in _by_layer(layers, zeros.elements).items():
+            kinds = {"exact": summed(layers, zeros.zeros), "near": summed(layers, zeros.near)}
+            for layer, elements in summed(layers, zeros.elements).items():
                 place = both | {"layer": layer, "site": "ffn_act", "phase": phase}
                 yield total(ELEMENTS, elements, place)
                 yield from (total(ZEROS, counts[layer], place, zero_kind=kind) for kind, counts in kinds.items())
@@ -60,13 +62,15 @@ class WorkerFigures:
     def routing(self, tally: Tally, spreads: Mapping[int, Spread | None]) -> Iterator[Sample]:
         both = {"model_name": self.model, "engine": self.engine}
         layers = [self.layer(router.layer) for router in tally.routers]
+        pairs = list(zip(layers, tally.routers, strict=True))
         for phase in PHASES:
-            for layer, count in _by_layer(layers, map(sum, tally.loads[phase])).items():
+            for layer, count in summed(layers, map(sum, tally.loads[phase])).items():
                 yield total(ROUTED, count, both | {"layer": layer, "phase": phase})
         if self.detail == EXPERT:
-            for layer, loads in zip(layers, tally.all_loads(), strict=True):
-                for expert, count in enumerate(loads):
-                    yield total(EXPERT_TOKENS, count, both | {"layer": layer, "expert": str(expert)})
+            places = [(layer, expert) for layer, router in pairs for expert in range(router.experts)]
+            counts = [count for loads in tally.all_loads() for count in loads]
+            for (layer, expert), count in summed(places, counts).items():
+                yield total(EXPERT_TOKENS, count, both | {"layer": layer, "expert": str(expert)})
         found: dict[str, list[Spread]] = {layers[number]: [] for number in spreads}
         for number, each in spreads.items():
             if each is not None:
@@ -90,6 +94,8 @@ class WorkerFigures:
             yield Sample(WEIGHT_ZEROS, labels, zeros / elements)
 
     def config(self, threshold: float, tally: Tally) -> Iterator[Sample]:
+        if not self.first_rank:  # others see but a part of the sites
+            return
         sites = ["ffn_act"] * bool(tally.sites) + ["router"] * bool(tally.routers)
         known = any(f"{threshold:g}" == told for told, _ in self._configs)
         told = f"{threshold:g}" if known or len(self._configs) < _THRESHOLDS - 1 else _OTHER
@@ -107,8 +113,9 @@ class WorkerFigures:
         yield total(ERRORS, faults, {"engine": self.engine}, site="sparsity")
 
 
-def _by_layer(layers: Iterable[str], counts: Iterable[int]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for layer, count in zip(layers, counts, strict=True):
-        sums[layer] = sums.get(layer, 0) + count
+def summed(places: Iterable[_Place], counts: Iterable[int]) -> dict[_Place, int]:
+    """By place, of which several may be the same."""
+    sums: dict[_Place, int] = {}
+    for place, count in zip(places, counts, strict=True):
+        sums[place] = sums.get(place, 0) + count
     return sums

@@ -10,7 +10,7 @@ from sampler_hook import adapters, figures
 from sampler_hook.catalogue import WORKER_KINDS
 from sampler_hook.counting import Counting
 from sampler_hook.detail import affordable
-from sampler_hook.metrics import Publisher
+from sampler_hook.metrics import Publisher, Sample
 from sampler_hook.settings import HookSettings
 from sampler_hook.tally import Tally, Windows
 from sampler_hook.worker_figures import WorkerFigures
@@ -20,6 +20,7 @@ from sparseety.records import AnyRecord, SparsityStart
 
 log = logging.getLogger("vllm.sparseety")
 
+_ALL_SECONDS = 10.0  # windows of experts end where nothing comes, too
 _SAMPLES_AT_ONCE = 32  # written before the interpreter's lock is offered to the model's thread
 
 
@@ -33,6 +34,7 @@ class WorkerMetrics:
         self._tally, self._threshold = tally, counting.start.threshold
         self._windows = Windows(len(tally.routers), now())
         self._now = now
+        self._all_at = now()
         self._records: deque[AnyRecord] = deque()  # not added up yet
         self._kinds: Counter[str] = Counter()
 
@@ -42,6 +44,18 @@ class WorkerMetrics:
 
     def publish(self, writers: Sequence[LogWriter], faults: int) -> None:
         """Bring the metrics up to date. In one thread at a time. writers: all so far. Raises OSError."""
+        now = self._now()
+        if self._records or now >= self._all_at:
+            self._all_at = now + _ALL_SECONDS
+            self._write(self._sums(now))
+        self._write(
+            [
+                *self._figures.health(self._counting.hooks(), faults),
+                *figures.of_writers(writers, {kind: self._kinds[kind] for kind in WORKER_KINDS}),
+            ]
+        )
+
+    def _sums(self, now: float) -> list[Sample]:
         while self._records:
             record = self._records.popleft()
             self._kinds[str(record.__struct_config__.tag)] += 1
@@ -49,15 +63,15 @@ class WorkerMetrics:
                 self._threshold = record.threshold
             self._tally.add(record)
             time.sleep(0)  # a step may want to begin
-        self._windows.look(self._tally.all_loads(), self._now())
-        samples = [
+        self._windows.look(self._tally.all_loads(), now)
+        return [
             *self._figures.activations(self._tally),
             *self._figures.routing(self._tally, self._windows.latest),
             *self._figures.weights(self._tally),
             *self._figures.config(self._threshold, self._tally),
-            *self._figures.health(self._counting.hooks(), faults),
-            *figures.of_writers(writers, {kind: self._kinds[kind] for kind in WORKER_KINDS}),
         ]
+
+    def _write(self, samples: list[Sample]) -> None:
         for first in range(0, len(samples), _SAMPLES_AT_ONCE):
             self._publisher.write(samples[first : first + _SAMPLES_AT_ONCE])
             time.sleep(0)

@@ -267,6 +267,8 @@ class EngineStart(Record, frozen=True, kw_only=True, tag="engine_start"):
     capture: list[str] = []  # what was asked for: tokens, kv, ...
     block_size: int | None = None  # tokens of a KV block
     attention: list[AttentionLayers] = []  # derived from the model's configuration
+    dtype: str | None = None  # of the weights and of what is computed, as torch calls it: bfloat16
+    batch_invariant: bool | None = None  # vLLM's VLLM_BATCH_INVARIANT: results do not depend on what runs beside
 
 
 class EngineEvent(Record, frozen=True, kw_only=True, tag="engine_event"):

@@ -27,6 +27,7 @@ def config(model: str = "a/model", **changes: Any) -> SimpleNamespace:
         served_model_name="m",
         max_model_len=2048,
         generation_config="auto",
+        dtype="torch.bfloat16",  # torch's own prints like this
         hf_config=SimpleNamespace(eos_token_id=2),
         get_vocab_size=lambda: 49152,
     )

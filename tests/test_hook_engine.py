@@ -406,6 +406,7 @@ def test_the_start_says_which_engine_it_is(tmp_path: Path) -> None:
         assert (start.tokenizer.name, start.tokenizer.vocab_size, start.max_model_len) == ("a/model", 49152, 2048)
         assert (start.reasoning_parser, start.data_parallel_rank) == ("qwen3", 3)
         assert start.hooks_attached == start.hooks_expected
+        assert (start.dtype, start.batch_invariant) == ("bfloat16", False)
 
 
 def wait_for_the_end(folder: Path) -> list[Any]:

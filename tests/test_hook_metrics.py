@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sampler_hook import catalogue, metrics
 from sparseety.metrics import Metric, most_series
-from tests.hook_fakes import FAKE_VLLM, fake_vllm
+from tests.hook_fakes import FAKE_VLLM, config, fake_vllm
 from tests.logbook import until
 from tests.test_hook_register import ROOT, SERVE
 
@@ -95,6 +96,14 @@ def test_the_scrape_has_every_metric_of_the_engine_before_anything_happens_and_n
     assert families.keys() == expected.keys() - attention
     for name, family in families.items():
         check_against(expected[name], family)
+
+
+def test_what_attention_reads_is_there_at_0_where_the_model_says_how_it_reads(tmp_path: Path, folder: Path) -> None:
+    model = config(hf_text_config=SimpleNamespace(num_hidden_layers=4, sliding_window=8))
+    with fake_vllm(tmp_path / "logs", model, settings=ON) as engine:
+        engine.look_around()
+        before = scrape(folder)["sparseety_attention_attended_tokens_total"]
+    assert before == {"engine=0,layer_type=sliding,model_name=m": 0}
 
 
 def until_written(engine: Any) -> None:

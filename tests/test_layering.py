@@ -27,7 +27,15 @@ ALLOWED = {
         "uvloop",
     },
     "sampler_hook": {"sparseety", "msgspec"},
-    "verifier": {"sparseety", "msgspec", "prometheus_client", "tokenizers", "huggingface_hub", "packaging"},
+    "verifier": {
+        "sparseety",
+        "httpx",  # stability runs alone
+        "huggingface_hub",
+        "msgspec",
+        "packaging",
+        "prometheus_client",
+        "tokenizers",
+    },
 }
 # inside functions only: loaded where and when it is there
 ALLOWED_LATE = {

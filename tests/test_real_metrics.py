@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sampler_hook.catalogue import METRICS, WORKERS
+from sampler_hook.catalogue import METRICS
 from sparseety.logreader import find_logs, read_log
 from sparseety.records import AnyRecord, Experts, Sparsity, SparsityStart, Weights
 from tests.test_hook_metrics import parse
@@ -59,7 +59,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         while True:  # the last counts are written with the step after the last request's end, and published each second
             logged = worker_logs(folder / "logs")
             metrics = scrape(server)
-            if computed(logged[0]) == tokens and elements(metrics) == summed(logged):
+            ended = metrics["sparseety_capture_records_total"]["kind=request_finished,source=plugin"]
+            if ended == len(PROMPTS) and computed(logged[0]) == tokens and elements(metrics) == summed(logged):
                 break
             assert time.monotonic() < deadline, (computed(logged[0]), tokens, elements(metrics), summed(logged))
             time.sleep(0.3)
@@ -152,7 +153,7 @@ def test_what_a_server_shows_is_what_the_catalogue_has_and_all_of_it_but_what_is
         "sparseety_moe_load_balance_ratio",
         "sparseety_moe_routing_entropy_ratio",
         "sparseety_moe_idle_experts",
-    } & {metric.wire_name for metric in WORKERS}
+    }
 
 
 def test_health_of_workers_and_engine_is_one(served: Served) -> None:
@@ -162,6 +163,9 @@ def test_health_of_workers_and_engine_is_one(served: Served) -> None:
         assert records[f"kind={kind},source=plugin"] == of[kind]
     assert records["kind=request_added,source=plugin"] == len(PROMPTS)
     assert sum(served.metrics["sparseety_capture_records_dropped_total"].values()) == 0
+    assert served.metrics["sparseety_sparsity_config_info"] == {
+        "model_name=m,near_zero_threshold=0.05,site_set=ffn_act,router": 1
+    }
     hooks = served.metrics["sparseety_plugin_hooks"]
     starts = [record for log in served.logged for record in log if isinstance(record, SparsityStart)]
     for site, count in (

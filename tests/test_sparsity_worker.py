@@ -34,7 +34,7 @@ class Worker:
     rank = 0
     def __init__(self, eager):
         self.vllm_config = S(
-            model_config=S(model="m", enforce_eager=eager, hf_text_config=None),
+            model_config=S(model="m", served_model_name="m", enforce_eager=eager, hf_text_config=None),
             parallel_config=S(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0),
             scheduler_config=S(max_num_batched_tokens=64, async_scheduling=False),
             cache_config=S(), speculative_config=None,
@@ -183,3 +183,84 @@ found = [engine.state(), engine.close()]
     )
     assert state == [[], 0, 0]
     assert logs == [[["gap", "counting sparsity switched itself off: ZeroDivisionError", 1]]]
+
+
+PUBLISHED = """
+import os
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+published = folder / "metrics"
+os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+os.environ["SPARSEETY_METRICS_DIR"] = str(published)
+def scrape():
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(published))
+    return {f"{sample.name} {' '.join(sorted(sample.labels.values()))}": sample.value
+            for family in registry.collect() for sample in family.samples}
+"""
+
+
+def test_what_a_worker_publishes_goes_on_over_a_pause_and_shows_that_it_was_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    paused, found = followed(
+        tmp_path,
+        f"""{PUBLISHED}
+engine = Engine()
+engine.step(a=3)
+engine.switch('{{"on": false}}')
+engine.step(b=4)
+engine.part._publish()
+paused = scrape()
+engine.switch('{{"on": true}}')
+engine.step(c=5)
+engine.ends("c")
+engine.step(d=1)
+engine.close()
+os.environ.pop("SPARSEETY_METRICS_DIR")
+found = [paused, scrape()]
+""",
+    )
+    counted = "sparseety_activation_elements_total 0 ffn_act m none prefill"
+    assert (paused[counted], found[counted]) == (3 * 4, (3 + 5 + 1) * 4)
+    attached = "sparseety_plugin_hooks 0 attached ffn_act"
+    assert (paused[attached], paused["sparseety_plugin_hooks 0 expected ffn_act"]) == (0, 1)
+    assert found["sparseety_plugin_hooks 0 ffn_act fired"] == 1
+    assert found["sparseety_capture_segments_total closed plugin"] == 2
+    assert found["sparseety_capture_records_total plugin sparsity_start"] == 2
+
+
+def test_a_fault_of_the_counters_shows(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    found = followed(
+        tmp_path,
+        f"""{PUBLISHED}
+engine = Engine()
+engine.step(a=3)
+engine.part._counting.computed = lambda *args: 1 / 0
+engine.step(a=1)
+engine.close()
+os.environ.pop("SPARSEETY_METRICS_DIR")
+found = scrape()
+""",
+    )
+    assert found["sparseety_plugin_errors_total 0 sparsity"] == 1
+    assert found["sparseety_plugin_hooks 0 attached ffn_act"] == 0
+
+
+def test_where_nothing_can_be_published_counting_goes_on(tmp_path: Path) -> None:
+    gone, logs = followed(
+        tmp_path,
+        f"""{PUBLISHED}
+engine = Engine()  # the folder is not there
+engine.step(a=3)
+engine.part._publish()
+gone = engine.part._metrics is None
+engine.step(b=2)
+engine.ends("a", "b")
+engine.step(c=1)
+os.environ.pop("SPARSEETY_METRICS_DIR")
+found = [gone, engine.close()]
+""",
+    )
+    assert gone
+    assert sorted(logs[0]) == [["sparsity", "a", 3], ["sparsity", "b", 2], ["sparsity", "c", 1]]

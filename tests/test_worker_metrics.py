@@ -129,6 +129,7 @@ def test_ranks_add_up_and_what_rank_0_counts_alone_is_counted_once(folder: Path)
     assert sum(found["sparseety_moe_tokens_routed_total"].values()) == 4
     assert found["sparseety_plugin_hooks"]["engine=0,site=ffn_act,state=expected"] == 4
     assert found["sparseety_plugin_hooks"]["engine=0,site=ffn_act,state=fired"] == 2
+    assert len(found["sparseety_sparsity_config_info"]) == 1
 
 
 def test_with_totals_alone_the_layers_are_one_series(folder: Path) -> None:

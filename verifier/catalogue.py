@@ -2,6 +2,7 @@
 
 from sparseety.metrics import BUILD_INFO, Label, Metric
 from verifier.findings import ASIDE, CODES, JUDGED
+from verifier.stability.catalogue import METRICS as STABILITY
 
 MODELS = 32  # names told apart; those beyond are "other"
 OTHER = "other"  # also of a model that no logged engine serves: clients choose those names
@@ -96,7 +97,4 @@ WATCH = (REQUESTS, FINDINGS, TOKENS, DURATION, BACKLOG, JOINS, SEQUENCE, BUILD_I
 """verify-tokens --watch."""
 RUN = (RUN_REQUESTS, RUN_FINDINGS, RUN_COVERAGE, RUN_COMPLETION, RUN_SUCCESS)
 """verify-tokens --prom-textfile."""
-STABILITY: tuple[Metric, ...] = ()
-"""sparseety stability: sparseety_stability_* go here."""
-
 METRICS = (*WATCH, *RUN, *STABILITY)

@@ -189,8 +189,13 @@ class Reply:
         }
 
     def _entry(self, token_id: int, rank: int) -> Json:
-        text = self.spell(token_id)
-        return {"token": text, "logprob": _logprob(token_id, rank), "bytes": list(text.encode())}
+        return {"token": self._name(token_id), "logprob": _logprob(token_id, rank), "bytes": self._bytes(token_id)}
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.ask.tokens_as_ids else self.spell(token_id)
+
+    def _bytes(self, token_id: int) -> list[int]:
+        return list(self.spell(token_id).encode())
 
     def _completion_logprobs(self, choice: int, ids: list[int]) -> Json | None:
         if self.ask.logprobs is None:
@@ -203,9 +208,9 @@ class Reply:
         return {
             "text_offset": offsets,
             "token_logprobs": [_logprob(i, 0) for i in ids],
-            "tokens": texts,
+            "tokens": [self._name(i) for i in ids],
             "top_logprobs": [
-                {self.spell(i + k): _logprob(i + k, k) for k in range(max(1, self.ask.logprobs))} for i in ids
+                {self._name(i + k): _logprob(i + k, k) for k in range(max(1, self.ask.logprobs))} for i in ids
             ],
         }
 

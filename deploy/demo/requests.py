@@ -59,6 +59,7 @@ class _Body(msgspec.Struct):
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
     request_id: str | None = None
@@ -93,6 +94,7 @@ class Ask:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool  # logprobs spell tokens as "token_id:123"
     logprobs: int | None  # alternatives a token; None: none asked for
 
 
@@ -135,6 +137,7 @@ def read_ask(endpoint: Endpoint, data: bytes, header_id: str | None, model: Mode
         include_usage=options.include_usage,
         continuous_usage=options.include_usage and options.continuous_usage_stats,
         return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         logprobs=_logprobs(body, endpoint),
     )
 

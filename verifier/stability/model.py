@@ -27,10 +27,11 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     arm: str  # a1, a2, b, or the name of a yardstick
     prompt: int  # its place in the prompts file, from 0
-    repeat: int  # from 0
-    load: int  # requests at once while it ran
+    repeat: int  # from 0, counted on over the loads, so that (prompt, repeat, cache) names one output of an arm
+    load: int  # requests at once while it ran; those of a1 and a2 with the same repeat differ
     cache: str  # cold or warm
     request_id: str  # sent as X-Request-Id
+    response_id: str | None = None  # the id in the reply
     ids: list[int] = []  # output tokens as the server names them (`return_token_ids`)
     top: list[Top] = []  # one for each of `ids`, or empty where no logprobs came
     finish: str | None = None  # finish_reason
@@ -41,6 +42,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tpot: float | None = None  # mean seconds between tokens after the first; None for fewer than two
     verdict: str | None = None  # of verify-tokens: pass, fail, incomplete, out_of_scope; None: not verified
     served: Served | None = None  # None: no engine log holds this request
+    epoch: str | None = None  # engine and how often it slept, woke, got weights or lost its cache before; None: unknown
 
 
 class Forced(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,3 +57,30 @@ class Forced(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ids: list[int]  # these ids
     top: list[Top] = []  # one for each of them: what this arm would have sampled there
     error: str | None = None
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine's own log says of it (`engine_start`)."""
+
+    vllm: str  # its version
+    model: str  # path or repository name
+    dtype: str | None = None  # bfloat16
+    tokenizer_sha256: str | None = None  # of tokenizer.json; None: it has none, or the plugin could not read it
+    max_model_len: int | None = None
+    block_size: int | None = None
+    attention: list[str] = []  # "30 sliding (64)": layers, kind, tokens of its window
+    batch_invariant: bool | None = None
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an arm ran on, so that nobody compares what cannot be compared. The last one of an arm counts."""
+
+    arm: str
+    ts: float  # Unix seconds
+    url: str  # without credentials
+    version: str | None = None  # as /version says
+    model: str  # as requests name it
+    root: str | None = None  # as /v1/models says: path or repository name
+    max_model_len: int | None = None  # as /v1/models says
+    parameters: dict[str, bool | int | float] = {}  # sampling, as sent with every request
+    engine: Engine | None = None  # None: no engine's log holds a request of this arm
