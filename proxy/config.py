@@ -64,6 +64,9 @@ class ProxyConfig(BaseModel):
     admin_token: SecretStr | None = _setting(
         None, None, "what the admin port asks for; needed where other machines can reach it", secret=True
     )
+    admin_token_file: Path | None = _setting(
+        None, "FILE", "a file that holds the admin token; Prometheus can read the same one"
+    )
     exclusive: _Switch = _setting(
         False, None, "state in the log that all requests of the upstream pass through this proxy"
     )
@@ -157,6 +160,8 @@ def load_config(argv: Sequence[str]) -> Loaded:
         config = ProxyConfig.model_validate(merged)
     except ValidationError as error:
         raise SparseetyError(_words(error, origins)) from None
+    if config.admin_token_file:
+        config = _with_token(config, config.admin_token_file, origins)
     _check_together(config, origins)
     return Loaded(config, origins, file)
 
@@ -175,6 +180,21 @@ def _words(error: ValidationError, origins: dict[str, str]) -> str:
     return f'{origins[name]}{in_file}="{shown}" {reason}'
 
 
+def _with_token(config: ProxyConfig, file: Path, origins: dict[str, str]) -> ProxyConfig:
+    """The same, with the admin token that a file holds. Raises SparseetyError."""
+    origin = origins["admin_token_file"]
+    if config.admin_token:
+        raise SparseetyError(f"{origin}: the token is given by {origins['admin_token']} too; leave one of them away")
+    try:
+        token = values.read_secret(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SparseetyError(f"{origin}: {file}: {error.strerror}") from None
+    except ValueError:  # not UTF-8, or empty; neither is quoted
+        raise SparseetyError(f"{origin}: {file} holds no token; write one line of text into it") from None
+    origins["admin_token"] = str(file)
+    return config.model_copy(update={"admin_token": SecretStr(token)})
+
+
 def _check_together(config: ProxyConfig, origins: dict[str, str]) -> None:
     for name, address in (("listen", config.listen), ("admin", config.admin)):
         if not address.loopback and not config.allow_remote:
@@ -186,7 +206,7 @@ def _check_together(config: ProxyConfig, origins: dict[str, str]) -> None:
     if not config.admin.loopback and not config.admin_token:
         raise SparseetyError(
             f"{origins['admin']}: {config.admin} can be reached from other machines and needs a token; "
-            f"set {PREFIX}ADMIN_TOKEN to one that only your monitoring knows"
+            f"set {PREFIX}ADMIN_TOKEN to one that only your monitoring knows, or --admin-token-file to a file with it"
         )
     if (most := series_bound(config.metrics_models)) > config.max_series:
         raise SparseetyError(

@@ -1,6 +1,7 @@
 """The wheel, as a user gets it: installed in fresh environments, used from outside the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -58,6 +59,12 @@ def test_the_bare_distribution_pulls_msgspec_alone_and_its_scripts_say_which_ext
     assert "usage: sparseety" in run(scripts / "sparseety", "--help", cwd=tmp_path)
     assert "pip install 'sparseety[proxy]'" in run(scripts / "sparseety-proxy", "--help", cwd=tmp_path, code=2)
     assert "pip install 'sparseety[verifier]'" in run(scripts / "verify-tokens", "--help", cwd=tmp_path, code=2)
+    doctor = run(scripts / "sparseety", "doctor", "--only", "proxy", "--only", "verifier", cwd=tmp_path, code=3)
+    assert re.search(
+        r"^\?     proxy\.installed .*not installed here\n *fix: pip install 'sparseety\[proxy\]'", doctor, re.M
+    )
+    assert re.search(r"^\?     verifier\.installed .*not installed here\n", doctor, re.M)
+    assert "ok    environment.python" in run(scripts / "sparseety", "doctor", "--only", "environment", cwd=tmp_path)
 
 
 def test_every_console_script_says_how_it_is_used_outside_the_checkout(wheel, tmp_path):

@@ -144,6 +144,35 @@ def test_the_admin_port_may_be_reached_from_elsewhere_with_a_token(monkeypatch):
     assert "secret" not in repr(config)
 
 
+def test_the_admin_token_may_stand_in_a_file(folder, capsys):
+    (folder / "token").write_text("secret\n")
+    flags = ["--admin", "0.0.0.0:9001", "--allow-remote", "--admin-token-file", "token"]
+    assert read_config(flags).admin_token == SecretStr("secret")
+    assert show_config(["show", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "secret" not in shown
+    assert re.search(r"^admin_token +\(set\) +token$", shown, re.M)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "--admin-token-file: token: No such file"),
+        (b" \n", "holds no token"),
+        (b"\xff", "holds no token"),
+        (b"secret", "given by SPARSEETY_PROXY_ADMIN_TOKEN too"),
+    ],
+)
+def test_a_token_file_that_cannot_be_used_is_named_and_not_quoted(content, message, folder, monkeypatch):
+    if content is not None:
+        (folder / "token").write_bytes(content)
+    if content == b"secret":
+        monkeypatch.setenv("SPARSEETY_PROXY_ADMIN_TOKEN", "secret")
+    with pytest.raises(SparseetyError, match=message) as raised:
+        read_config(["--admin-token-file", "token"])
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("written", "seconds"),
     [("30", 30), ("30s", 30), ("15min", 900), ("1.5 h", 5400), ("20ms", 0.02), (2, 2), (0.5, 0.5), ("1d", 86400)],
@@ -166,7 +195,7 @@ def test_what_config_show_prints_can_be_written_into_the_file(folder, name, caps
     assert show_config(["show"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.split()[0] == name)
     shown = row.removeprefix(name).removesuffix("default").strip()
-    if name in ("upstream_ca", "admin_token"):
+    if name in ("upstream_ca", "admin_token", "admin_token_file"):
         assert shown == "none"  # not set; "none" would be a name
         return
     (folder / "sparseety.toml").write_text(f'[proxy]\n{name} = "{shown}"\n')

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from sparseety import doctor
 from sparseety.logreader import read_log
 from sparseety.records import AnyRecord, EngineStart, LogClose, RequestAdded, RequestFinished, Step
 from tests.vllm_server import VllmServer, serve
@@ -172,6 +173,27 @@ def test_the_start_names_the_engine_and_all_hooks_are_attached(server: VllmServe
     assert "tokenizer.json" in start.tokenizer.files
     assert (start.tokenizer.vocab_size or 0) > 1000
     assert start.hooks_attached == start.hooks_expected
+
+
+def test_the_doctor_finds_the_plugin_alive_its_hooks_attached_and_the_tokenizer_the_same(
+    server: VllmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs = str(server.output.parent / "logs")
+    doctor.main(["--json", "--log-dir", logs, "--upstream", server.url])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    found = {name: check["status"] for name, check in checks.items()}
+    areas = (
+        "plugin.version",
+        "plugin.alive",
+        "plugin.hooks",
+        "verifier.tokenizer",
+        "upstream.reachable",
+        "logs.folder",
+    )
+    assert {name: found[name] for name in areas} == dict.fromkeys(areas, "ok"), checks
+    # As its prometheus_client is: with the colon for both, or lost towards a Prometheus 2.
+    assert "vllm:…" in checks["upstream.metrics"]["text"]
 
 
 def test_a_stopped_vllm_has_closed_its_log_with_every_reply_in_it(tmp_path: Path) -> None:

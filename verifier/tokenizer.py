@@ -27,6 +27,10 @@ class NoTokenizer(SparseetyError):
     """The tokenizer that the engine served with was not found."""
 
 
+class OtherTokenizer(NoTokenizer):
+    """Only others than that one were."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
     """One tokenizer.json, read.
@@ -230,7 +234,7 @@ class TokenizerShelf:
             others.append(f"{tokenizer.path} is {tokenizer.sha256[:12]}")
         if not others:
             raise NoTokenizer(f'no tokenizer for the model served with "{name}": {THREE_WAYS}')
-        raise NoTokenizer(
+        raise OtherTokenizer(
             f'the engine served "{name}" with a tokenizer.json of sha256 {sha256[:12] if sha256 else ""}'
             f"; {', '.join(others)}; {THREE_WAYS}"
         )

@@ -112,6 +112,8 @@ class Backend:
                 await _json(send, refused.body, refused.status)
         elif method == "GET" and path == "/health":
             await _reply(send, b"", 200, "application/json")
+        elif method == "GET" and path == "/metrics":
+            await _reply(send, self._metrics(), 200, "text/plain; version=0.0.4; charset=utf-8")
         elif method == "GET" and path == "/version":
             await _json(send, {"version": VERSION})
         elif method == "GET" and path == "/v1/models":
@@ -167,6 +169,15 @@ class Backend:
     def _spell(self, token_id: int) -> str:
         text: str = self._tokenizer.decode([token_id % self._tokenizer.get_vocab_size()], skip_special_tokens=False)
         return text
+
+    def _metrics(self) -> bytes:
+        """A few of vLLM's, as it names them: enough to see that something is scraped."""
+        assert self._engine is not None
+        labels = f'{{engine="0",model_name="{self._settings.model}"}}'
+        lines = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running{labels} {self._engine.running}"]
+        for name in ("prompt_tokens", "generation_tokens"):
+            lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{labels} {self._engine.counts[name]}"]
+        return "".join(f"{line}\n" for line in lines).encode()
 
     def _models(self) -> Message:
         card = {
@@ -269,7 +280,7 @@ def _fault(text: str) -> Fault:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def main(arguments: list[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.demo.backend", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -280,6 +291,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-name", default=Settings().model)
     parser.add_argument("--fault", type=_fault, metavar="KIND[@N]", help="what to do wrong, and at which chunk or id")
     parser.add_argument("--fault-every", type=int, default=10, metavar="M", help="to each M-th request (%(default)s)")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.fault_every < 1:
         parser.error("--fault-every must be at least 1")

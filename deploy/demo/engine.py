@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import secrets
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -42,6 +43,9 @@ class Identity:
                 files={file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
                 vocab_size=self.vocab_size,
             ),
+            # It records by itself, where the plugin has to attach to somebody else's engine.
+            hooks_expected=["Engine.step"],
+            hooks_attached=["Engine.step"],
         )
 
 
@@ -76,6 +80,7 @@ class Engine:
         self._work = asyncio.Event()
         self._clock = monotonic_clock()
         self._writer: LogWriter | None = None
+        self.counts: Counter[str] = Counter()  # since the beginning, by what vLLM calls it
         self._start()
 
     async def run(self) -> None:
@@ -94,6 +99,7 @@ class Engine:
                 engine_id = f"{f'{child}_' if ask.n > 1 else ''}{external_id}-{suffix}"
                 choices.append(_Choice(engine_id, prompt))
                 self._record_added(ask, engine_id, external_id, child, prompt)
+        self.counts["prompt_tokens"] += sum(len(choice.prompt.ids) for choice in choices)
         running = Running(plan, choices)
         self._running.append(running)
         self._work.set()
@@ -107,6 +113,11 @@ class Engine:
         for choice in running.choices:
             self._recorder.finished(choice.engine_id, finish_reason="abort")
         running.outbox.put_nowait("abort")
+
+    @property
+    def running(self) -> int:
+        """Choices that are generated now."""
+        return sum(len(running.choices) for running in self._running)
 
     def close(self) -> None:
         for running in list(self._running):
@@ -144,7 +155,9 @@ class Engine:
 
     def _step(self) -> None:
         batch = list(self._running)
-        self._recorder.step([row for running in batch for row in _rows(running)])
+        rows = [row for running in batch for row in _rows(running)]
+        self.counts["generation_tokens"] += sum(len(row.ids) for row in rows)
+        self._recorder.step(rows)
         for running in batch:
             tick = running.plan.ticks[running.next_tick]
             if tick.pieces:
