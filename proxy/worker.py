@@ -30,10 +30,11 @@ from proxy.spans import Spans
 from proxy.upstream import Upstream
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
-from sparseety.logwriter import LogWriter, Written
+from sparseety.logwriter import LogWriter
 from sparseety.records import Scope
 from sparseety.segments import Rotation
 from sparseety.writer_metrics import DROP_REASONS, SEGMENT_EVENTS
+from sparseety.written import Written
 
 LOG_CLOSING_SECONDS = 10.0  # for the disk to take the rest of the log
 SPANS_CLOSING_SECONDS = 1.0  # for the collector to take the last spans
@@ -104,9 +105,9 @@ class Worker:
     def __init__(self, config: ProxyConfig, opened: socket.socket, *, clock: Clock) -> None:
         """Raises SparseetyError: the log folder cannot be written."""
         self._config, self._socket = config, opened
-        self.writer = build_writer(config, clock)
         self.upstream = build_upstream(config)
         self._spans = Spans(config.otlp_endpoint, config.upstream) if config.otlp_endpoint else None
+        self.writer = build_writer(config, clock)  # last, so that a refusal to start leaves no log behind
         self._counters = Counters()
         self._guard = Guard(Thresholds(lag=config.protect_lag, after=config.protect_after))
         limits = Limits(**config.limits())

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 import sparseety
 from sparseety.clock import Clock
 from sparseety.errors import SparseetyError
-from sparseety.metrics import FLUSH_SECONDS, Cell, new_cell, observe
+from sparseety.metrics import FLUSH_SECONDS, observe
 from sparseety.records import (
     FORMAT_VERSION,
     AnyRecord,
@@ -26,11 +25,10 @@ from sparseety.records import (
     Record,
     Scope,
     Source,
-    concerns_none,
-    subjects,
 )
 from sparseety.segments import Displaced, Rotation, Segment, segment_name, this_host
 from sparseety.tidy import Tidier
+from sparseety.written import Loss, Written
 
 log = logging.getLogger("sparseety.log")
 
@@ -39,69 +37,11 @@ _decode = msgspec.json.Decoder(AnyRecord).decode
 
 _LINE_OVERHEAD = 48  # bytes that a queued line takes in memory besides its own
 _BATCH_BYTES = 1 << 20  # of one write: joining lines holds the interpreter's lock
-_NAMES_IN_A_GAP = 10_000  # requests; a gap that concerns more names none, and covers the time since the record before
 _STUCK_SECONDS = 5.0  # a write that takes longer is trouble
 _CLOSE_SECONDS = 10.0  # what a disk that does not answer may hold up the end of the program
 _SAY_AGAIN_SECONDS = 60.0
 _ENOUGH = 1.05  # times min_free_bytes: recording resumes
 _LOOK_SECONDS = 5.0  # how old the free space on the disk may be, as told to others
-
-
-@dataclass(slots=True)
-class _Loss:
-    """Records lost since the last gap was written."""
-
-    reason: str = ""
-    count: int = 0
-    captures: set[int] = field(default_factory=set)
-    requests: set[int] = field(default_factory=set)
-    concerned: bool = False  # by something that was lost, a request is
-    unnamed: bool = False  # it may be any
-
-    def add(self, record: AnyRecord, reason: str) -> None:
-        self.reason = reason
-        self.count += record.count if isinstance(record, Gap) else 1  # a gap that is lost stands for its records
-        if concerns_none(record):
-            return
-        self.concerned = True
-        captures, requests = subjects(record)
-        self.captures.update(captures)
-        self.requests.update(requests)
-        if not captures and not requests:
-            self.unnamed = True
-        if self.unnamed or len(self.captures) + len(self.requests) > _NAMES_IN_A_GAP:
-            self.unnamed = True
-            self.captures.clear()
-            self.requests.clear()
-
-    def gap(self, ts: float) -> Gap:
-        return Gap(
-            ts=ts,
-            reason=self.reason,
-            count=self.count,
-            captures=sorted(self.captures),
-            requests=sorted(self.requests),
-            no_request=not self.concerned,
-        )
-
-
-@dataclass(slots=True)
-class Written:
-    """What a writer has done so far, for whoever publishes it. Read it from any thread."""
-
-    records: int = 0  # in the log
-    bytes: int = 0  # in the log, before compression
-    dropped: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown"), 0
-        )
-    )
-    flushes: Cell = field(default_factory=lambda: new_cell(FLUSH_SECONDS))  # seconds of each write
-    last: float | None = None  # when the disk last took something, by the writer's clock
-    disk_free: int | None = None  # bytes
-    segments: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("opened", "closed", "packed", "deleted"), 0)
-    )
 
 
 class LowDisk(OSError):
@@ -152,7 +92,7 @@ class LogWriter:
         self._flushing = threading.Lock()
         self._lines: list[bytes] = []
         self._queued_bytes = 0  # of lines not yet written, those being written too
-        self._loss = _Loss()
+        self._loss = Loss()
         self._failing: OSError | None = None
         self._said = -_SAY_AGAIN_SECONDS  # when a failure was logged last, by the monotonic clock
         self._said_failed = False  # and nothing since
@@ -240,7 +180,7 @@ class LogWriter:
             with self._lock:
                 lines, self._lines = self._lines, []
                 size = self._queued_bytes
-                loss, self._loss = self._loss, _Loss()
+                loss, self._loss = self._loss, Loss()
             self._busy_since = begun = time.monotonic()
             try:
                 if loss.count:

@@ -244,3 +244,4 @@ def test_without_opentelemetry_the_proxy_says_what_to_install(tmp_path, monkeypa
         running_proxy(tmp_path, upstream.url, otlp_endpoint="http://127.0.0.1:9"),
     ):
         pass
+    assert not (tmp_path / "logs").exists()  # nothing was begun
