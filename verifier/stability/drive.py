@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -165,7 +166,10 @@ class Server:
     async def whole(self, path: str, content: dict[str, Any], request_id: str) -> bytes:
         """Send a request that is answered at once. Raises BadReply."""
         try:
-            response = await self._client.post(path, json=content, headers={"X-Request-Id": request_id})
+            async with asyncio.timeout(self._seconds):
+                response = await self._client.post(path, json=content, headers={"X-Request-Id": request_id})
+        except TimeoutError:
+            raise BadReply(f"no end within {self._seconds:g} s") from None
         except httpx.HTTPError as error:
             raise BadReply(_words(error)) from None
         if response.status_code != 200:
@@ -188,13 +192,14 @@ class Driver:
     ) -> None:
         self._plan, self._prompts, self._server, self._model = plan, prompts, server, model
         self._budget, self._progress, self._texts = budget, progress, texts
+        self._session = secrets.token_hex(2)  # in the ids of what may be sent again when a run goes on
 
     async def warm_up(self, salt_: str, count: int | None = None) -> None:
         """Have prompts computed once, and forget the replies. Raises Stopped."""
         count = min(_WARM_UP, len(self._prompts)) if count is None else count
         for number, prompt in enumerate(self._prompts[:count]):
             path, content = body(prompt, self._model, 1, self._plan.top, salt_)
-            await self._try(content, path, f"{salt_}-warm-up-{number}", StreamReply())
+            await self._try(content, path, f"{salt_}-warm-up-{self._session}-{number}", StreamReply())
             self._progress("warm-up", number + 1, count, self._budget.failed)
 
     async def stage(self, stage: Stage, arm: Arm, writer: ArmWriter) -> None:
@@ -226,7 +231,7 @@ class Driver:
                 return
             if not await self._budget.turn():
                 raise Stopped(self._budget.stopped)
-            request_id = f"{self._plan.name}-{arm.name}-forced-{output.request_id}"
+            request_id = f"{self._plan.name}-{arm.name}-forced-{self._session}-{output.request_id}"
             path, content = forced_body([*prompt_ids, *output.ids], self._model, self._plan.top, request_id)
             error, top = None, []
             try:
@@ -247,9 +252,8 @@ class Driver:
         prompt = self._prompts[job.key.prompt]
         path, content = body(prompt, self._model, plan.max_tokens, plan.top, salt(plan, job, request_id))
         reply = StreamReply()
-        sent = time.monotonic()
         error = await self._try(content, path, request_id, reply)
-        output = reply.output(job, request_id, sent, error)
+        output = reply.output(job, request_id, error)
         if self._texts is not None:
             self._texts.setdefault(tuple(output.ids), "".join(reply.text))
         lines = [Line(output=output)]
@@ -264,7 +268,7 @@ class Driver:
         """Returns what went wrong. Raises Stopped where there is no turn any more."""
         if not await self._budget.turn():
             raise Stopped(self._budget.stopped)
-        error = None
+        error, reply.sent = None, time.monotonic()
         try:
             await self._server.stream(path, content, request_id, reply)
         except BadReply as reason:

@@ -30,6 +30,7 @@ class StreamReply:
         self.tokens: int | None = None  # of the output, as the server counts them
         self.response_id: str | None = None
         self.finish: str | None = None
+        self.sent = 0.0  # when the request was
         self.first: float | None = None  # when the first and the last token came
         self.last: float | None = None
         self.done = False
@@ -85,7 +86,7 @@ class StreamReply:
         if self.top and len(self.top) != len(self.ids):
             raise BadReply(f"{len(self.ids)} token ids and {len(self.top)} log probabilities")
 
-    def output(self, job: Job, request_id: str, sent: float, error: str | None = None) -> Output:
+    def output(self, job: Job, request_id: str, error: str | None = None) -> Output:
         """What is kept of it."""
         prompt, repeat, cache = job.key
         first, last, more = self.first, self.last, len(self.ids) - 1
@@ -103,7 +104,7 @@ class StreamReply:
             error=error,
             prompt_sha256=ids_sha256(self.prompt_ids) if self.prompt_ids is not None else None,
             prompt_tokens=len(self.prompt_ids) if self.prompt_ids is not None else self.prompt_tokens,
-            ttft=round(first - sent, 6) if first is not None else None,
+            ttft=round(first - self.sent, 6) if first is not None else None,
             tpot=round((last - first) / more, 6) if first is not None and last is not None and more > 0 else None,
         )
 
