@@ -56,7 +56,7 @@ def examine(subject: Subject) -> Iterator[Result]:
     subject.upstream = (subject.upstream or UPSTREAM).rstrip("/")
     yield from _environment(parts)
     yield from absent
-    subject.logs = log_checks.find(subject.log_dirs)
+    log_checks.find(subject)
     yield from log_checks.check(subject)
     yield from scrape_checks.look(subject)
     for part in parts.values():
