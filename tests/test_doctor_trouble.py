@@ -171,3 +171,11 @@ def test_a_file_that_does_not_begin_as_a_log_is_warned_of(tmp_path, capsys):
     assert checks["logs.readable"][0] == "warn"
     assert checks["logs.readable"][1].startswith("1 log files or folders do not begin as logs do: ")
     assert "engine-a-1-17" in checks["logs.readable"][1]
+
+
+@pytest.mark.parametrize("flag", ["--upstream", "--admin"])
+def test_a_clients_base_url_is_wrong_use(flag, capsys):
+    with pytest.raises(SystemExit) as raised:
+        doctor.main([flag, "http://127.0.0.1:8000/v1"])
+    assert raised.value.code == 2
+    assert "has a path; give scheme, host and port" in capsys.readouterr().err
