@@ -73,7 +73,8 @@ def _ready(subject: Subject) -> Result:
         return fail("proxy.ready", f"{subject.admin}/readyz: {error}", "see the proxy's output")
     if answer.status == 200:
         return ok("proxy.ready", "it takes requests")
-    reasons = "; ".join(map(str, told.get("reasons", []))) or "it tells why to who has the admin token"
+    given = told.get("reasons") if isinstance(told, dict) else None
+    reasons = "; ".join(map(str, given if isinstance(given, list) else [])) or "it tells why to who has the admin token"
     return fail("proxy.ready", f"it takes no requests: {reasons}", "docs/operations.md#health-checks")
 
 
@@ -96,6 +97,8 @@ def _writes(subject: Subject) -> Result:
     """Does what it records come to the folder that is looked at?"""
     logs = subject.newest("proxy")
     folders = ", ".join(map(str, subject.log_dirs))
+    if not logs and subject.unread:
+        return unknown("proxy.log", f"no log of a proxy in {folders} that can be read", "see logs.readable")
     if not logs:
         fix = "name the proxy's folder: --log-dir FOLDER; with --no-capture it writes none"
         return fail("proxy.log", f"no log of a proxy in {folders}", fix)

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -221,9 +222,14 @@ def _check_together(config: ProxyConfig, origins: dict[str, str]) -> None:
 
 
 def _file(given: str | None) -> Path | None:
-    if given is None:
-        return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
-    return Path(given)
+    if given is not None:
+        return Path(given)
+    try:
+        return DEFAULT_FILE if stat.S_ISREG(DEFAULT_FILE.stat().st_mode) else None
+    except PermissionError:  # a folder that this user may not enter: whether there are settings is not known
+        return DEFAULT_FILE
+    except OSError:
+        return None
 
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from sampler_hook import adapters
 from sampler_hook.catalogue import HOOKS
 from sampler_hook.settings import HookSettings
-from sparseety.checks import FoundLog, Part, Result, Subject, fail, ok, unknown, warn
+from sparseety.checks import FoundLog, Part, Result, Subject, count_of, fail, ok, unknown, warn
 from sparseety.errors import SparseetyError
 
 _TESTED = ", ".join(f"{release}.x" for release in adapters.TESTED)
@@ -66,7 +66,9 @@ def _version(subject: Subject, *, alive: bool) -> Iterator[Result]:
 def _alive(subject: Subject, logs: list[FoundLog], published: dict[str, Counter[str]]) -> Iterator[Result]:
     name = "plugin.alive"
     folders = ", ".join(map(str, subject.log_dirs)) or "no folder"
-    if not logs:
+    if not logs and subject.unread:
+        yield unknown(name, f"no log of an engine in {folders} that can be read", "see logs.readable")
+    elif not logs:
         if published:
             text = f"the plugin is in the vLLM at {subject.upstream}, and no log of it is in {folders}"
             yield fail(name, text, "name the folder that SPARSEETY_HOOK_DIR names: --log-dir FOLDER")
@@ -117,7 +119,7 @@ def _published(page: str) -> dict[str, Counter[str]]:
     for labels, value in re.findall(rf"^{HOOKS.name}{{([^}}]*)}} (\S+)", page, re.M):
         told = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         if "site" in told and "state" in told:
-            found.setdefault(told["site"], Counter())[told["state"]] += int(float(value))
+            found.setdefault(told["site"], Counter())[told["state"]] += count_of(value)
     return {site: counts for site, counts in found.items() if counts["expected"]}
 
 

@@ -45,6 +45,14 @@ def unknown(name: str, text: str, fix: str | None = None) -> Result:
     return Result(name, Status.UNKNOWN, text, fix)
 
 
+def count_of(value: str) -> int:
+    """A metric's value as it stands on a page; 0 where it is no number that counts anything."""
+    try:
+        return int(float(value))
+    except (ValueError, OverflowError):
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
 class FoundLog:
     """A writer's log in the folder."""
@@ -76,6 +84,7 @@ class Subject:
     upstream_version: str | None = None  # of vLLM, as it says itself
     upstream_metrics: str | None = None  # its page of metrics
     logs: list[FoundLog] = field(default_factory=list)  # of the folder, the newest first; each writer once
+    unread: list[tuple[Path, str]] = field(default_factory=list)  # logs and folders that cannot be read, and why
 
     def newest(self, source: str) -> list[FoundLog]:
         """The logs that count now: those that are written, else the one written last."""

@@ -56,7 +56,7 @@ def examine(subject: Subject) -> Iterator[Result]:
     subject.upstream = (subject.upstream or UPSTREAM).rstrip("/")
     yield from _environment(parts)
     yield from absent
-    subject.logs = log_checks.find(subject.log_dirs)
+    log_checks.find(subject)
     yield from log_checks.check(subject)
     yield from scrape_checks.look(subject)
     for part in parts.values():
@@ -185,8 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="the proxy's settings (default: as sparseety-proxy finds them)")
     add("--log-dir", action="append", type=Path, metavar="FOLDER", help="logs (default: the proxy's, or the plugin's)")
-    add("--upstream", type=_url, metavar="URL", help=f"the server behind (default: the proxy's, else {UPSTREAM})")
-    add("--admin", type=_url, metavar="URL", help="the proxy's admin port (default: as its settings say)")
+    add("--upstream", type=_server, metavar="URL", help=f"the server behind (default: the proxy's, else {UPSTREAM})")
+    add("--admin", type=_server, metavar="URL", help="the proxy's admin port (default: as its settings say)")
     add(
         "--verifier",
         type=_url,
@@ -206,6 +206,13 @@ def _parser() -> argparse.ArgumentParser:
 def _url(text: str) -> str:
     if not re.match(r"https?://[^/@]+(/|$)", text):
         raise argparse.ArgumentTypeError(f'"{text}" is not a URL; example: http://127.0.0.1:8000')
+    return text
+
+
+def _server(text: str) -> str:
+    """What has its pages at places of its own: with the /v1 that clients are given, all of them would be 404."""
+    if not re.fullmatch(r"https?://[^/]+/?", _url(text)):
+        raise argparse.ArgumentTypeError(f'"{text}" has a path; give scheme, host and port')
     return text
 
 

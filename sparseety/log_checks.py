@@ -17,6 +17,7 @@ from sparseety.segments import this_host
 
 _JUST_NOW = 2.0  # seconds: who has just made a file may not hold its lock yet
 _SHOWN = 3
+_DENIED, _DAMAGED = "cannot be read by this user", "do not begin as logs do"
 
 
 def check(subject: Subject) -> Iterator[Result]:
@@ -24,6 +25,7 @@ def check(subject: Subject) -> Iterator[Result]:
         yield unknown("logs.folder", "nobody has said where the logs are", "--log-dir FOLDER")
     for folder in subject.log_dirs:
         yield from _folder(folder, subject.min_free_bytes)
+    yield from _unread(subject)
     yield from _writers(subject)
 
 
@@ -47,7 +49,9 @@ def _folder(folder: Path, min_free: int) -> Iterator[Result]:
         yield ok(name, f"{folder} is writable, mode {stat.S_IMODE(status.st_mode):04o}")
     if readable := [file for file in folder.glob("*.jsonl*") if _open_to_others(file)]:
         some = ", ".join(file.name for file in readable[:_SHOWN])
-        yield warn("logs.files", f"{len(readable)} log files are readable by others: {some}", f"chmod 600 {folder}/*")
+        yield warn(
+            "logs.files", f"{len(readable)} log files are readable by others: {some}", f"chmod 600 {folder}/*.jsonl*"
+        )
     yield _free(folder, min_free)
 
 
@@ -85,6 +89,18 @@ def _size(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB"
 
 
+def _unread(subject: Subject) -> Iterator[Result]:
+    """What is there and could not be looked at: no check may say that it is not there."""
+    for reason, fix in (
+        (_DENIED, "look as the user that writes them: log files are for their owner only (0600)"),
+        (_DAMAGED, "verify-tokens LOGS names file and line, and uses what is left of them"),
+    ):
+        if files := [path for path, why in subject.unread if why == reason]:
+            some = ", ".join(map(str, files[:_SHOWN]))
+            text = f"{len(files)} log files or folders {reason}: {some}"
+            yield (fail if reason == _DENIED else warn)("logs.readable", text, fix)
+
+
 def _writers(subject: Subject) -> Iterator[Result]:
     """Is what is written there what this release reads?"""
     for log in subject.logs:
@@ -102,34 +118,52 @@ def _writers(subject: Subject) -> Iterator[Result]:
 # ------------------------------------------------------------------------------------------------- what is there
 
 
-def find(folders: list[Path]) -> list[FoundLog]:
-    """The log of each writer, the newest first. Folders that cannot be read hold none: another check says so."""
+def find(subject: Subject) -> None:
+    """The log of each writer, the newest first; and what could not be read."""
     newest: dict[tuple[str, str, int, float], FoundLog] = {}
-    for folder in folders:
+    for folder in subject.log_dirs:
         try:
             files = find_logs([str(folder)])
         except SparseetyError:
+            if _denied(folder, os.R_OK | os.X_OK):
+                subject.unread.append((folder, _DENIED))
             continue
         for file in files:
-            if (found := _found(file)) is None:
-                continue
-            opening = found.opening
-            key = (opening.source, opening.host, opening.pid, opening.start)
-            if key not in newest or newest[key].opening.segment < opening.segment:
-                newest[key] = found
-    return sorted(newest.values(), key=lambda log: log.age)
+            found = _found(file)
+            if isinstance(found, str):
+                subject.unread.append((file, found))
+            elif found is not None:
+                opening = found.opening
+                key = (opening.source, opening.host, opening.pid, opening.start)
+                if key not in newest or newest[key].opening.segment < opening.segment:
+                    newest[key] = found
+    subject.logs = sorted(newest.values(), key=lambda log: log.age)
 
 
-def _found(path: Path) -> FoundLog | None:
+def _found(path: Path) -> FoundLog | str | None:
+    """A text says why it cannot be read. None: there is nothing in it yet, it is gone, or it is packed and zstandard is
+    not here."""
+    if _denied(path, os.R_OK):
+        return _DENIED
     try:
-        age = time.time() - path.stat().st_mtime
+        status = path.stat()
         opening = opening_of(path)
-    except (OSError, SparseetyError):  # gone, or packed and zstandard is not here
+    except (OSError, SparseetyError):
         return None
+    age = time.time() - status.st_mtime
     if opening is None:
-        return None
+        return _DAMAGED if status.st_size and age > _JUST_NOW else None
     engine = _engine(path) if opening.source == "engine" else None
     return FoundLog(path, opening, engine, _alive(path, opening.host, age), age)
+
+
+def _denied(path: Path, mode: int) -> bool:
+    """It is there, and this user may not."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return not os.access(path, mode, effective_ids=True)
 
 
 def _engine(path: Path) -> EngineStart | None:

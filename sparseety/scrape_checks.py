@@ -34,7 +34,7 @@ def look(subject: Subject) -> Iterator[Result]:
     version = _json(subject, f"{url}/version").get("version")
     subject.upstream_version = version if isinstance(version, str) else None
     named = f"vLLM {version}" if subject.upstream_version else "it does not say which version of vLLM it is"
-    models = [str(model.get("id")) for model in _json(subject, f"{url}/v1/models").get("data", []) if model]
+    models = [str(model.get("id")) for model in _objects(_json(subject, f"{url}/v1/models").get("data"))]
     serves = f", serves {', '.join(models[:5])}" if models else ""  # without: it may want a key
     yield ok("upstream.reachable", f"{url} answers: {named}{serves}")
     yield from _metrics(subject)
@@ -46,6 +46,11 @@ def _json(subject: Subject, url: str) -> dict[str, Any]:
     except (NoAnswer, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _objects(found: object) -> list[dict[str, Any]]:
+    """Those of a list, where it is one: not every server is vLLM."""
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _metrics(subject: Subject) -> Iterator[Result]:
@@ -98,7 +103,7 @@ def prometheus(subject: Subject) -> Iterator[Result]:
         yield fail(name, f"{url} is not ready: {ready.status}", "see its output")
         return
     yield ok(name, f"{url} is ready")
-    yield from _targets(targets.get("activeTargets", []))
+    yield from _targets(_objects(targets.get("activeTargets")))
     yield from _names(subject, url)
 
 

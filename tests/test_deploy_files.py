@@ -276,6 +276,21 @@ def test_probes_services_and_monitors_name_ports_that_are_listened_on():
                 assert allowed <= set(expected.values()), path
 
 
+def test_a_deployment_waits_for_as_long_as_a_model_may_load():
+    for path, document in manifests():
+        if document["kind"] == "Deployment":
+            probes = [each["startupProbe"] for each in containers(document["spec"]["template"]["spec"])
+                      if "startupProbe" in each]  # fmt: skip
+            needed = sum(probe["periodSeconds"] * probe["failureThreshold"] for probe in probes)
+            assert document["spec"].get("progressDeadlineSeconds", 600) > needed, path
+
+
+def test_one_slow_answer_of_the_server_behind_does_not_take_all_proxies_out():
+    """They ask the same server, so they turn unready together."""
+    for name, _, container in of_image("sparseety-proxy"):
+        assert container["readinessProbe"]["failureThreshold"] > 1, name
+
+
 def test_selectors_find_their_pods_and_volumes_are_there():
     labels = {
         path.parent.name: [

@@ -312,6 +312,15 @@ def test_an_alert_fires_alone_and_in_its_words(alert: str, tmp_path: Path) -> No
     expect(world, tmp_path, words, firing(end, alert, *case.besides))
 
 
+def test_torn_lines_that_are_of_no_known_model_are_seen(tmp_path: Path) -> None:
+    world = World(HOUR)
+    world.values[
+        'sparseety_capture_sequence_errors_total{job="sparseety-verifier", instance="verifier", '
+        'model_name="other", kind="torn_line"}'
+    ] = f"0+1x{HOUR}"
+    expect(world, tmp_path, firing(HOUR * STEP, "SparSEEtyStreamSequenceErrors"))
+
+
 def test_no_proxy_left_is_seen_where_discovery_forgets_a_target_with_its_pod(tmp_path: Path) -> None:
     world = World(HOUR)
     for proxy in ("proxy-a", "proxy-b"):

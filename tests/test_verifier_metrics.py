@@ -22,7 +22,7 @@ Found = dict[str, dict[str, float]]
 
 def published(folder: Path, *, engines: bool = True, options: JudgeOptions | None = None) -> Found:
     """Samples by name, then by labels as text, after a log's requests were judged."""
-    metrics = Metrics()
+    metrics = Metrics(drift=options is not None and options.drift)
     report = verify(sorted(folder.iterdir()), TokenizerShelf([]), options=options or JudgeOptions())
     for verdict in report.verdicts:
         metrics.judged(verdict, engines=engines)
@@ -145,8 +145,18 @@ def test_models_beyond_the_first_few_and_those_that_no_engine_serves_are_other()
     assert sum(map(len, found.values())) <= most_series(WATCH)
 
 
-def test_a_models_series_are_there_before_its_first_request() -> None:
+def test_drift_that_nobody_looks_for_is_not_0() -> None:
     metrics = Metrics()
+    metrics.served(["m"])
+    metrics.judged(RequestVerdict("a", Verdict.PASS, model="m", choices=1, tokens=3), engines=True)
+    page = metrics.series.text().decode()
+    assert "DRIFT" not in page
+    assert 'result="drift"' not in page
+    assert 'result="match"' in page
+
+
+def test_a_models_series_are_there_before_its_first_request() -> None:
+    metrics = Metrics(drift=True)
     metrics.served(["m"])
     found = parse(metrics.series.text().decode())
     assert found["sparseety_verify_requests_total"]["model_name=m,verdict=fail"] == 0

@@ -21,6 +21,7 @@ FINDINGS = Metric(
     "Of these, those that have the finding.",
     labels=(MODEL, CODE, SEVERITY),
     layer="verification",
+    absent='`code="DRIFT"`: without `--drift`',
 )
 TOKENS = Metric(
     "sparseety_verify_tokens",
@@ -29,6 +30,7 @@ TOKENS = Metric(
     "tokens",
     (MODEL, Label("result", ("match", "drift", "mismatch", "missing", "extra", "unverifiable"))),
     layer="verification",
+    absent='`result="drift"`: without `--drift`',
 )
 DURATION = Metric(
     "sparseety_verify_duration_seconds",

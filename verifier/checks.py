@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sparseety.asking import NoAnswer, ask
-from sparseety.checks import Part, Result, Subject, fail, ok, unknown
+from sparseety.checks import Part, Result, Subject, count_of, fail, ok, unknown
 from sparseety.errors import SparseetyError
 from sparseety.records import EngineStart
 from verifier.tokenizer import THREE_WAYS, NoTokenizer, OtherTokenizer, TokenizerShelf
@@ -57,7 +57,7 @@ def _watch(subject: Subject, url: str) -> Result:
         return fail(name, f"no watch at {url}: {error}", fix)
     counts: dict[str, int] = {}
     for verdict, value in _VERDICTS.findall(answer.text):
-        counts[verdict] = counts.get(verdict, 0) + int(float(value))
+        counts[verdict] = counts.get(verdict, 0) + count_of(value)
     if answer.status != 200 or "sparseety_verify_" not in answer.text:
         return fail(name, f"{url}/metrics says {answer.status} and has no verdicts", "is it another server?")
     told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) or "nothing judged yet"

@@ -36,7 +36,9 @@ _LEVELS = {Severity.FAULT: FAULTS, Severity.WAIVED: FAULTS, Severity.UNKNOWN: DO
 
 
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, *, drift: bool = False) -> None:
+        """drift: it is looked for. Where it is not, a 0 would say that there is none."""
+        self._drift = drift
         self.series = Series(WATCH)
         self._models: set[str] = set()
         self._unusable = 0
@@ -65,11 +67,12 @@ class Metrics:
         for verdict in JUDGED:
             self.series.add(REQUESTS, model, verdict.value, by=0)
         for severity, codes in _LEVELS.items():
-            for code in codes:
+            for code in codes - ({"DRIFT"} if not self._drift else set()):
                 self.series.add(FINDINGS, model, code, LEVELS[severity], by=0)
         for label, metric in ((TOKENS.labels[1], TOKENS), (SEQUENCE.labels[1], SEQUENCE)):
             for value in label.values:
-                self.series.add(metric, model, value, by=0)
+                if self._drift or value != "drift":
+                    self.series.add(metric, model, value, by=0)
 
     def judged(self, verdict: RequestVerdict, *, engines: bool) -> None:
         """One more. engines: there are logs of engines; without, nothing could be joined."""
@@ -85,6 +88,8 @@ class Metrics:
         for kind in {SEQUENCE_KINDS[code] for code in codes & SEQUENCE_KINDS.keys()}:
             self.series.add(SEQUENCE, model, kind)
         for result, count in _tokens(verdict).items():
+            if result == "drift" and not self._drift:
+                continue
             self.series.add(TOKENS, model, result, by=count)
         self.series.observe(DURATION, verdict.seconds)
 

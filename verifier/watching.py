@@ -54,15 +54,14 @@ def run(settings: Settings, shelf: TokenizerShelf, options: JudgeOptions, known:
     try:
         checkpoint = settings.checkpoint or _beside(settings.paths)
         with closing(Watch(settings.paths, shelf, executor, checkpoint, options, known)) as watch:
-            return _follow(settings, watch, stop)
+            return _follow(settings, watch, stop, Metrics(drift=options.drift))
     finally:
         executor.close()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _follow(settings: Settings, watch: Watch, stop: threading.Event) -> int:
-    metrics = Metrics()
+def _follow(settings: Settings, watch: Watch, stop: threading.Event, metrics: Metrics) -> int:
     watch.save()  # fails now, not in five seconds
     where = f"checkpoint {watch.path}"
     if settings.metrics_port is not None:

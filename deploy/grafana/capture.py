@@ -153,14 +153,15 @@ WRITER = Row(
             "stat",
             "s",
             "capture",
-            "At the rate of the last hour; no traffic: it does not fill. The logs keep to a cap of their own.",
+            "At the rate of the last hour. The logs keep to a cap of their own.",
             (
                 (
-                    "min(sparseety_capture_disk_free_bytes{S}"
-                    " / (-deriv(sparseety_capture_disk_free_bytes{S}[1h]) > 0))",
+                    "min(clamp_max(sparseety_capture_disk_free_bytes{S}"
+                    " / clamp_min(-deriv(sparseety_capture_disk_free_bytes{S}[1h]), 1), 864000))",
                     "",
                 ),
             ),
+            words=((864_000, "in 10 days or later, if ever"),),
         ),
         Panel(
             "Since the last write",

@@ -23,7 +23,7 @@ _INSTANT = ("table", "bars")
 _OF_OURS = '{__name__=~"sparseety_build_info|sparseety_plugin_hooks|sparseety_verify_backlog_requests"}'
 _VARIABLES = {
     "job": f"label_values({_OF_OURS}, job)",
-    "instance": 'label_values({__name__=~".+", job=~"$job"}, instance)',
+    "instance": f'label_values({_OF_OURS.replace("}", ", job=~")}"$job"}}, instance)',
     "model_name": 'label_values({__name__=~"sparseety_proxy_requests_total|vllm:generation_tokens_total"}, model_name)',
     "engine": "label_values(vllm:num_requests_running, engine)",
     "layer": "label_values(sparseety_activation_elements_total, layer)",

@@ -5,13 +5,21 @@ from deploy.grafana.overview import CAPTURE, ELEMENTS, ZEROS
 from deploy.grafana.panels import Dashboard, Link, Panel, Row
 
 _THIS_LAYER = Link("Only this layer", "sparseety-sparsity", layer=True)
-_BY_LAYER = "model_layer_phase:sparseety_activation_zero:ratio_rate5m"
-_OF_LAYERS = '{N, layer=~"$layer", phase=~"$phase"}'
 _EXPERTS = 'sparseety_moe_expert_tokens_total{E, layer=~"$layer"}'
 
 
 def _of_layer(series: str) -> str:
     return series.replace("{E", '{E, layer=~"$layer"')
+
+
+def _zeros(by: str, phase: str, legend: str) -> tuple[tuple[str, str], ...]:
+    """Of rates, hence by what was counted: a mean of ratios would give few tokens as much weight as many."""
+    chosen = f"{{E, phase{phase}"
+    return share(_of_layer(ZEROS).replace("{E", chosen), _of_layer(ELEMENTS).replace("{E", chosen), by, legend)
+
+
+_BY_LAYER = _zeros("layer", '=~"$phase"', "{{layer}}")
+_YESTERDAY = _BY_LAYER[0][0].replace("[R]", "[R] offset 1d")
 
 
 ACTIVATION = Row(
@@ -24,7 +32,7 @@ ACTIVATION = Row(
             "sparsity",
             "Share of exact zeros at the input of a layer's down projection. The layer all stands for all of them "
             "where SPARSEETY_HOOK_METRICS_DETAIL is totals.",
-            ((f"avg by (layer) ({_BY_LAYER}{_OF_LAYERS})", "{{layer}}"),),
+            _BY_LAYER,
             12,
             link=_THIS_LAYER,
         ),
@@ -56,12 +64,7 @@ ACTIVATION = Row(
             "percentunit",
             "sparsity",
             "Now less the same time yesterday. Look at the output's quality before calling a rise an improvement.",
-            (
-                (
-                    f"avg by (layer) ({_BY_LAYER}{_OF_LAYERS}) - avg by (layer) ({_BY_LAYER}{_OF_LAYERS} offset 1d)",
-                    "{{layer}}",
-                ),
-            ),
+            ((f"{_BY_LAYER[0][0]} - {_YESTERDAY}", "{{layer}}"),),
             12,
             link=_THIS_LAYER,
         ),
@@ -246,7 +249,7 @@ PAYS = Row(
             "prove nothing by themselves.",
             (
                 *quantiles("vllm:request_time_per_output_token_seconds", "{E}", 0.5, before="engine "),
-                (f'avg({_BY_LAYER}{{N, phase="decode"}})', "zeros (decode)"),
+                *_zeros("", '="decode"', "zeros (decode)"),
             ),
             12,
             right="percentunit",

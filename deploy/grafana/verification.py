@@ -4,6 +4,12 @@ from deploy.grafana.asking import grown, per_second, quantiles, share
 from deploy.grafana.overview import CAPTURE
 from deploy.grafana.panels import Dashboard, Panel, Row
 
+_FOUND = grown("sparseety_verify_findings_total", "{M}", "24h", "code, severity")
+# In a word of its own: an empty panel would say that nobody verifies.
+_NOTHING_FOUND = (
+    "label_replace(" + grown("sparseety_verify_findings_total", "{M}", "24h") + ' == 0, "code", "none", "", "")'
+)
+
 NOW = Row(
     "Now (verify-tokens --watch)",
     (
@@ -32,12 +38,7 @@ NOW = Row(
             "short",
             "verifier",
             "Requests that have the finding. Each is explained in docs/verdicts.md.",
-            (
-                (
-                    "sort_desc(" + grown("sparseety_verify_findings_total", "{M}", "24h", "code, severity") + " > 0)",
-                    "{{code}} ({{severity}})",
-                ),
-            ),
+            ((f"sort_desc({_FOUND} > 0) or {_NOTHING_FOUND}", "{{code}} {{severity}}"),),
             8,
         ),
         Panel(
@@ -52,7 +53,7 @@ NOW = Row(
             "Drift",
             "lines",
             "percentunit",
-            "verifier",
+            "drift",
             "Share of the requests whose text tokenizes anew into other ids: no fault, and a change of it tells of a "
             "changed tokenizer or sampler. Only with --drift.",
             share(
