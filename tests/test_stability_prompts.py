@@ -79,3 +79,8 @@ def test_each_attempt_at_each_request_has_a_name_of_its_own():
         for attempt in (0, 1, 2)
     }
     assert len(names) == 2 * 2 * 2 * 2 * 3
+
+
+def test_a_prompt_that_is_there_twice_is_no_evidence_of_its_own():
+    with pytest.raises(SparseetyError, match=r"file:3: the same prompt as in line 1; repeats are asked for with -n"):
+        prompts.parse(b'{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "a", "kind": "other"}\n', "file")

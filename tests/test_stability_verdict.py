@@ -148,6 +148,17 @@ def test_any_arm_can_be_judged_and_measured_by_another(run, tmp_path, capsys):
     assert "no arm nobody in this run; it has: a1, a2, b, mild, worse" in capsys.readouterr().err
 
 
+def test_one_arm_as_the_baseline_has_its_repeats_as_noise_and_no_other_servers_outputs(run, tmp_path, capsys):
+    with toy_serving(Toy(weights="two")) as other:
+        run(Toy(), Toy(), "--yardstick", f"two={other}", "-n", "2")
+    folder = str(tmp_path / "run")
+    assert main(["compare", folder, "--as-baseline", "two", "--as-candidate", "two"]) == 0
+    said = capsys.readouterr().out
+    assert "A1 repeats" in said
+    assert "A1 vs A2" not in said  # A2 is of another model
+    assert "VERDICT  ACCEPT" in said
+
+
 def test_the_candidate_may_be_in_a_run_of_its_own(tmp_path, prompts, capsys):
     with toy_serving(Toy()) as url:
         for out, arm in (("dense", "--baseline"), ("sparse", "--candidate")):
@@ -165,7 +176,13 @@ def test_the_candidate_may_be_in_a_run_of_its_own(tmp_path, prompts, capsys):
     ("arguments", "said"),
     [
         (["--gate", "p9=1"], '--gate "p9=1" is not NAME=VALUE; names: p0, p1'),
-        (["--gate", "p0=x"], "--gate: Expected `float`"),
+        (["--gate", "p0=x"], "--gate p0: Expected float, got str"),
+        (["--gate", "truncate=0"], "--gate truncate: Expected int >= 1"),  # rejected what did not differ
+        (["--gate", "confidence=95"], "--gate confidence: Expected float < 1.0"),
+        (["--gate", "p0=0.06", "--gate", "p1=0.02"], "--gate: p0 (0.06) must be below p1 (0.02)"),
+        (["--gate", "dtype=fp32"], "one of: bfloat16, float16, float32, float64"),  # was taken for bfloat16
+        (["--as-baseline", "b,b,b"], "one arm, or two that are the same server twice"),
+        (["--as-yardstick", "a2=b"], "--as-yardstick b needs a name of its own"),
         (["--show-text"], "--show-text makes text of ids: give --tokenizer too"),
     ],
 )

@@ -31,6 +31,9 @@ class Toy:
     hidden: int = 0  # first tokens that it does not name, as some parsers make vLLM do
     forced: bool = True  # knows prompt_logprobs
     token_seconds: float = 0.0
+    models: Any = None  # what /v1/models says instead
+    stream: bytes | None = None  # what every generation is answered with instead
+    refusal: tuple[int, Any] | None = None  # status and body, the same
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies, with their X-Request-Id and how many ran
     running: int = 0
 
@@ -74,7 +77,8 @@ class ToyServer:
             return
         path = scope["path"]
         if path == "/v1/models":
-            await _json(send, {"data": [{"id": "toy", "root": f"toy/{self.toy.weights}", "max_model_len": 2048}]})
+            card = {"id": "toy", "root": f"toy/{self.toy.weights}", "max_model_len": 2048}
+            await _json(send, self.toy.models or {"data": [card]})
         elif path == "/version":
             await _json(send, {"version": "0.32.0"})
         elif path in ("/v1/chat/completions", "/v1/completions"):
@@ -105,6 +109,14 @@ class ToyServer:
             prompt = tokens(" ".join(f"<{message['role']}> {message['content']}" for message in body["messages"]))
         elif isinstance(prompt, str):
             prompt = tokens(prompt)
+        if toy.refusal is not None:
+            await _json(send, toy.refusal[1], toy.refusal[0])
+            return
+        if toy.stream is not None:
+            start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+            await send(start)
+            await send({"type": "http.response.body", "body": toy.stream})
+            return
         if body.get("prompt_logprobs"):
             await self._forced(prompt, request_id, send)
             return
