@@ -163,6 +163,13 @@ def test_repeats_do_not_make_a_rate_by_length_surer_than_the_whole():
     assert four.high > 1.3 * four.rate
 
 
+def test_a_candidate_that_met_the_baselines_engine_in_the_baselines_state_is_said_to():
+    same = [replace(each, epoch="engine:1") for each in run(80)]
+    other = [replace(each, epoch="engine:2") if each.arm == "b" else each for each in same]
+    assert "is the change switched on?" in analyse(same).verdict.warnings[-1]
+    assert not any("switched on" in warning for warning in analyse(other).verdict.warnings)
+
+
 def test_without_a_log_of_it_the_budget_tells_where_hard_differences_begin():
     def cause(at):
         outputs = run(60, b=dict.fromkeys(range(20), (at, 1.2, 0.9)))

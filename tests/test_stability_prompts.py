@@ -71,12 +71,12 @@ def test_no_repeat_of_a_prompt_meets_the_same_load_in_both_runs_of_the_baseline(
 
 def test_each_attempt_at_each_request_has_a_name_of_its_own():
     names = {
-        Job(arm, Key(prompt, repeat, cache), 1).request_id(plan(), attempt)
+        Job(arm, Key(prompt, repeat, cache), 1).request_id(plan(), session)
         for arm in ("a1", "b")
         for prompt in (1, 11)
         for repeat in (0, 1)
         for cache in ("cold", "warm")
-        for attempt in (0, 1, 2)
+        for session in ("", "1f", "2e")
     }
     assert len(names) == 2 * 2 * 2 * 2 * 3
 

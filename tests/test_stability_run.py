@@ -126,6 +126,21 @@ def test_a_run_goes_on_behind_a_line_that_was_torn(tmp_path, run):
     assert len(loaded.arms["b"].outputs) == len(PROMPTS)
 
 
+def test_what_was_under_way_when_a_run_was_killed_is_asked_again_under_another_name(tmp_path, run):
+    """Else the logs hold two requests of one name, and a cold one finds the prefix that its predecessor left."""
+    toy = Toy()
+    with toy_serving(toy) as url:
+        assert run("--candidate", url, "--max-requests", "9") == 3
+        file = tmp_path / "run" / "b.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join(lines[:-4]))  # were answered, but not yet written
+        assert run("--candidate", url) == 0
+    for name in ("x_request_id", "cache_salt"):
+        sent = [each[name] for each in toy.requests if each["x_request_id"].rpartition("-")[2] != "start"]
+        cold = [each for each in sent if "cold" in each]
+        assert len(set(cold)) == len(cold) > len(PROMPTS)
+
+
 def test_a_run_that_is_interrupted_keeps_what_came(tmp_path, prompts):
     toy = Toy(token_seconds=0.01)
     with toy_serving(toy) as url:

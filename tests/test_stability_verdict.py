@@ -239,3 +239,27 @@ def test_repeats_that_part_where_no_tie_explains_it_are_a_fault(capsys):
 def test_a_single_request_is_nothing_to_compare(capsys):
     with toy_serving(Toy()) as url:
         assert main(["single", "1", "--url", url, "--prompt", "sea", "--max-tokens", "4", "-q"]) == 3
+
+
+def test_repeats_of_which_too_many_failed_are_no_pass(capsys):
+    with toy_serving(Toy(fail_every=3)) as url:
+        assert single(url) == 3
+    assert "failed: HTTP 503: busy" in capsys.readouterr().out
+
+
+def test_outputs_without_a_counterpart_are_counted_by_diff(tmp_path, prompts, capsys):
+    with toy_serving(Toy()) as url:
+        fixed = ["run", "--out", str(tmp_path / "run"), "--prompts", str(prompts), "--max-tokens", "4", "--quiet"]
+        fixed += ["--baseline", url, "--gather", "--first", "9", "--teacher-forcing", "0"]
+        assert main([*fixed, "--only", "a1"]) == 0
+        assert main([*fixed, "--only", "a2", "--max-requests", "9"]) == 3
+    capsys.readouterr()
+    assert diff.main([f"{tmp_path / 'run'}:a1", f"{tmp_path / 'run'}:a2"]) == 0
+    assert "5 pairs: 5 equal, 0 different\n4 outputs have no counterpart" in capsys.readouterr().out
+
+
+def test_a_candidate_that_is_the_baseline_is_said_to_be(tmp_path, prompts, capsys):
+    with toy_serving(Toy()) as url:
+        fixed = ["run", "--out", str(tmp_path / "run"), "--prompts", str(prompts), "--max-tokens", "4", "--gather"]
+        assert main([*fixed, "--baseline", url, "--candidate", url, "--only", "b", "--first", "2"]) == 0
+    assert "one server: it is compared with itself" in capsys.readouterr().err

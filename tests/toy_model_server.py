@@ -33,6 +33,7 @@ class Toy:
     token_seconds: float = 0.0
     models: Any = None  # what /v1/models says instead
     stream: bytes | None = None  # what every generation is answered with instead
+    fail_every: int = 0  # one generation in so many is refused
     refusal: tuple[int, Any] | None = None  # status and body, the same
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies, with their X-Request-Id and how many ran
     running: int = 0
@@ -109,6 +110,9 @@ class ToyServer:
             prompt = tokens(" ".join(f"<{message['role']}> {message['content']}" for message in body["messages"]))
         elif isinstance(prompt, str):
             prompt = tokens(prompt)
+        if toy.fail_every and len(toy.requests) % toy.fail_every == 0:
+            await _json(send, {"error": {"message": "busy"}}, 503)
+            return
         if toy.refusal is not None:
             await _json(send, toy.refusal[1], toy.refusal[0])
             return

@@ -182,6 +182,8 @@ def _urls(options: argparse.Namespace) -> dict[str, str]:
         urls |= {BASELINE: options.baseline, AGAIN: options.baseline}
     if options.candidate:
         urls[CANDIDATE] = options.candidate
+        if options.candidate == options.baseline:
+            print("note: --baseline and --candidate are one server: it is compared with itself", file=sys.stderr)
     for name, url in options.yardstick:
         if name in urls:
             raise SparseetyError(f'the arm "{name}" is named twice')

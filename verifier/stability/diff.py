@@ -57,8 +57,10 @@ def _print(
 ) -> None:
     decode = decoder(options) if options.show_text else None
     if options.prompt is None:
-        print(f"{len(pairs)} pairs: {len(pairs) - len(parted)} equal, {len(parted)} different")
         comparison = analysis.comparison("candidate")
+        print(f"{len(pairs)} pairs: {len(pairs) - len(parted)} equal, {len(parted)} different")
+        if comparison and comparison.unpaired:
+            print(f"{comparison.unpaired} outputs have no counterpart, or it failed: nothing is said of them")
         differences = sorted(comparison.differences, key=lambda d: (d.prompt, d.repeat)) if comparison else []
         for each in differences[:_LISTED]:
             shift = "" if each.shift is None else f"   shift {each.shift:.2f}"

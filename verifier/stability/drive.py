@@ -280,7 +280,8 @@ class Driver:
 
     async def _one(self, job: Job, arm: Arm, writer: ArmWriter) -> Output:
         plan = self._plan
-        request_id = job.request_id(plan, arm.attempts.get(job.key, 0))
+        goes_on = arm.fingerprint is not None  # as it was read: an earlier process began it
+        request_id = job.request_id(plan, self._session if goes_on else "")
         prompt = self._prompts[job.key.prompt]
         path, content = body(prompt, self._model, plan.max_tokens, plan.top, salt(plan, job, request_id))
         reply = StreamReply()

@@ -100,7 +100,7 @@ def exit_code(analysis: Analysis, bitwise: bool) -> int:
         return 3
     if found.hard_forks or (bitwise and found.trees):
         return 1
-    return 3 if found.unknown_forks else 0
+    return 3 if found.unknown_forks or not analysis.valid else 0  # too many failed, or a stream was not right
 
 
 def _prompt(options: argparse.Namespace) -> Prompt:

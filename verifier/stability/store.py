@@ -70,13 +70,11 @@ class Arm:
     inputs: dict[int, list[int]] = field(default_factory=dict)  # by prompt
     fingerprint: Fingerprint | None = None
     rounds: list[Round] = field(default_factory=list)
-    attempts: dict[Key, int] = field(default_factory=dict)  # how often it was asked for so far
 
     def take(self, line: Line) -> None:
         if line.output is not None:
             key = Key(line.output.prompt, line.output.repeat, line.output.cache)
             self.outputs[key] = line.output
-            self.attempts[key] = self.attempts.get(key, 0) + 1
         elif line.forced is not None:
             self.forced[line.forced.reference] = line.forced
         elif line.input is not None:
