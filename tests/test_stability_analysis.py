@@ -305,3 +305,12 @@ def test_failed_requests_are_counted_and_never_compared():
     analysis = analyse(outputs)
     assert (analysis.comparison("candidate").prompts, analysis.comparison("candidate").unpaired) == (9, 1)
     assert {arm.arm: arm.failed for arm in analysis.arms} == {"a1": 0, "a2": 0, "b": 1}
+
+
+def test_a_pair_that_parts_hard_was_at_risk_of_a_tie_up_to_there():
+    soft = (
+        analyse(run(20, b=dict.fromkeys(range(1, 20), (5, 1.0, 1.0)), a2={0: (5, 0.0, 0.0)}))
+        .comparison("candidate")
+        .soft
+    )
+    assert (soft.events, soft.z < 0) == (1, True)

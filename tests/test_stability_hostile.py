@@ -12,6 +12,7 @@ from verifier.stability import store
 from verifier.stability.cli import main
 from verifier.stability.plan import Plan
 from verifier.stability.prompts import Prompt
+from verifier.stability.reply import alternatives
 
 WHOLE = {
     "id": "cmpl-1",
@@ -88,6 +89,13 @@ def test_what_is_kept_of_a_malformed_reply_can_be_read_again(run, reply):
     assert len(kept.arms["b"].outputs) == 6
     assert all(output.error for output in kept.arms["b"].outputs.values())
     assert "  6 x " in said  # and the reason
+
+
+def test_the_token_that_was_taken_is_known_even_where_it_was_not_among_the_likeliest():
+    chat = {"token": "token_id:7", "logprob": -5.0, "top_logprobs": [{"token": "token_id:1", "logprob": -0.1}]}
+    completion = {"tokens": ["token_id:7"], "token_logprobs": [-5.0], "top_logprobs": [{"token_id:1": -0.1}]}
+    for logprobs in ({"content": [chat]}, completion):
+        assert alternatives(logprobs) == [[(1, -0.1), (7, -5.0)]]
 
 
 def test_tokens_spelled_as_text_are_said_to_be(run):

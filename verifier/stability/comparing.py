@@ -110,13 +110,10 @@ def soft_test(compared: Compared, noise: Compared, settings: GateSettings) -> Lo
     """Do ties come sooner than in the noise arm? Hard differences end a pair without being one."""
 
     def times(of: Compared) -> list[Time]:
-        return [(index, parted and not (f and f.hard)) for (index, parted), f in map(_with_difference, of.one_each())]
+        # at the index of a hard difference a tie could have come as well, so it was still at risk there
+        return [(f.index + 1, False) if (f := each[1]) and f.hard else _time(each) for each in of.one_each()]
 
     return log_rank(times(noise), times(compared), settings.soft_ratio)
-
-
-def _with_difference(each: tuple[Pair, Difference | None]) -> tuple[Time, Difference | None]:
-    return _time(each), each[1]
 
 
 def _share(hits: int, of: int, settings: GateSettings) -> Share:
