@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.stability_runs import baseline_ids, output, parted, run, tops
 from verifier.stability.analysis import analyse, compare
 from verifier.stability.differences import difference, pair, positions_at_risk, precision_band, tie_band
+from verifier.stability.model import Tops
 from verifier.stability.result import ArmFacts, Band, Facts, GateSettings
 
 BAND = precision_band(GateSettings(), Facts())
@@ -140,3 +141,13 @@ def test_an_output_that_was_cut_short_is_compared_as_far_as_it_goes():
     ended = output("a1", 0, ids[:12], finish="stop")  # it chose its end, where the other goes on: that differs
     assert difference(ended, output("b", 0, ids[:20], finish="length"), BAND).kind == "LENGTH"
     assert difference(output("a1", 0, ids[:10], finish="length"), ended, BAND) is None
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2**40), st.floats(-9999, 0)))))
+def test_log_probabilities_are_the_same_in_little_memory(tops):
+    packed = Tops(tops)
+    assert packed == tops
+    assert [packed[i] for i in range(-len(tops), len(tops))] == tops * 2
+    assert packed[1:3] == tops[1:3]
+    with pytest.raises(IndexError):
+        packed[len(tops)]

@@ -1,7 +1,7 @@
 """What the server says to one request of a run. Pure: bytes and times in, ids and log probabilities out."""
 
 import hashlib
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,9 @@ class BadReply(Exception):
     """The reply is none that can be used; the words say why."""
 
 
+_IDS = 1 << 31  # more than any vocabulary has
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_IDS)]
+
 # What is read of an event. Typed, since whatever passes here is kept, and must be read again.
 
 
@@ -32,8 +35,8 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     text: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[_TokenId] | None = None
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
 
@@ -180,7 +183,10 @@ def _best(entries: list[dict[str, Any]]) -> Top:
 def _id(token: str) -> int:
     if not token.startswith(_ID):
         raise BadReply("the server spells tokens as text (return_tokens_as_token_ids is not known to it)")
-    return int(token[len(_ID) :])
+    id_ = int(token[len(_ID) :])
+    if not 0 <= id_ < _IDS:
+        raise ValueError("no token id")
+    return id_
 
 
 def forced_top(data: bytes, count: int) -> list[Top]:

@@ -15,7 +15,7 @@ import msgspec
 
 from sparseety.errors import SparseetyError
 from verifier.stability import prompts as prompt_files
-from verifier.stability.model import Fingerprint, Forced, Output, Served
+from verifier.stability.model import Fingerprint, Forced, Output, Served, Tops
 from verifier.stability.plan import FORMAT_VERSION, Key, Plan, same_or_say
 from verifier.stability.prompts import Prompt
 
@@ -74,7 +74,7 @@ class Arm:
     def take(self, line: Line) -> None:
         if line.output is not None:
             key = Key(line.output.prompt, line.output.repeat, line.output.cache)
-            self.outputs[key] = line.output
+            self.outputs[key] = msgspec.structs.replace(line.output, top=Tops(line.output.top))
         elif line.forced is not None:
             self.forced[line.forced.reference] = line.forced
         elif line.input is not None:
