@@ -7,9 +7,10 @@ from typing import Annotated, Protocol
 import msgspec
 from fastapi import Depends, FastAPI, Header, HTTPException, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from proxy.counters import Overview
+from proxy.metrics import ProxyMetrics
 from proxy.upstream import Probe
 
 
@@ -23,7 +24,7 @@ class Served(Protocol):
         """Ask the workers, for no longer than a moment; one that does not answer stands as it last said."""
 
 
-def build_admin(served: Served, upstream: Probe, registry: CollectorRegistry, token: str | None) -> FastAPI:
+def build_admin(served: Served, upstream: Probe, published: ProxyMetrics, token: str | None) -> FastAPI:
     admin = FastAPI(title="SparSEEty proxy", docs_url=None, redoc_url=None, openapi_url=None)
     expected = None if token is None else f"Bearer {token}".encode()
 
@@ -51,8 +52,8 @@ def build_admin(served: Served, upstream: Probe, registry: CollectorRegistry, to
 
     @admin.get("/metrics", dependencies=[Depends(need_token)])
     async def metrics() -> Response:
-        await asyncio.gather(served.look(), upstream.refresh())  # the registry reads what was then seen
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        await asyncio.gather(served.look(), upstream.refresh())
+        return Response(await published.text(), media_type=CONTENT_TYPE_LATEST)
 
     @admin.get("/streams", dependencies=[Depends(need_token)])
     async def streams() -> Response:

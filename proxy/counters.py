@@ -69,11 +69,14 @@ class Counters:
         return int(sum(cell[0] for cell in self.children.get(metric.name, {}).values()))
 
     def merge(self, other: "Counters", names: ModelNames) -> None:
-        """Add another's. names: of all workers together; each has as many of its own, and they may differ."""
-        for name, children in other.children.items():
+        """Add another's. names: of all workers together; each has as many of its own, and they may differ.
+
+        The other may go on counting in a thread of its own meanwhile.
+        """
+        for name, children in list(other.children.items()):
             metric = BY_NAME[name]
             by_model = bool(metric.labels) and metric.labels[0] is MODEL
-            for labels, theirs in children.items():
+            for labels, theirs in list(children.items()):
                 if by_model and labels[0] != OTHER:
                     labels = (names.learn(labels[0]), *labels[1:])
                 mine = self.cell(metric, *labels)

@@ -53,9 +53,9 @@ class Service:
             undo.pop_all()
         self.listen, self.admin = (Address(*each.getsockname()[:2]) for each in (fronts[0], self._admin_socket))
         self._probe = Probe(self.upstream)
-        ProxyMetrics(registry, self.overview, capture=config.capture, upstream_up=lambda: self._probe.up)
+        metrics = ProxyMetrics(registry, self.overview, capture=config.capture, upstream_up=lambda: self._probe.up)
         token = config.admin_token.get_secret_value() if config.admin_token else None
-        self._admin_app = build_admin(self, self._probe, registry, token)
+        self._admin_app = build_admin(self, self._probe, metrics, token)
 
     async def look(self, *, streams: bool = False) -> Overview:
         return await self._relaying.look(streams=streams)

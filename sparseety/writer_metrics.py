@@ -1,4 +1,4 @@
-"""What each program that writes a log publishes about its writers, defined once. The numbers: logwriter.Written."""
+"""What each program that writes a log publishes about its writers, defined once. The numbers: written.Written."""
 
 from typing import NamedTuple
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from sparseety.metrics import FLUSH_SECONDS, Cell, new_cell
 from sparseety.records import AnyRecord, Gap, concerns_none, subjects
+from sparseety.writer_metrics import DROP_REASONS, SEGMENT_EVENTS
 
 _NAMES_IN_A_GAP = 10_000  # requests; a gap that concerns more names none, and covers the time since the record before
 
@@ -52,14 +53,8 @@ class Written:
 
     records: int = 0  # in the log
     bytes: int = 0  # in the log, before compression
-    dropped: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("queue_full", "serialize_error", "write_error", "disk_low", "shutdown"), 0
-        )
-    )
+    dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     flushes: Cell = field(default_factory=lambda: new_cell(FLUSH_SECONDS))  # seconds of each write
     last: float | None = None  # when the disk last took something, by the writer's clock
     disk_free: int | None = None  # bytes
-    segments: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("opened", "closed", "packed", "deleted"), 0)
-    )
+    segments: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SEGMENT_EVENTS, 0))

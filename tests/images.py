@@ -27,6 +27,7 @@ PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin
 _MOUNTS = """
 set -e
 mount --make-rprivate /
+[ ! "$NAME" ] || hostname "$NAME"
 mount -t overlay overlay -o "lowerdir=$LOWER,upperdir=$UPPER,workdir=$WORK" "$TREE"
 mount --rbind /dev "$TREE/dev"
 mount -t proc proc "$TREE/proc"
@@ -187,12 +188,13 @@ class Container:
     user: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     binds: list[tuple[str, str, str]] = field(default_factory=list)  # source or tmpfs, target, rw or ro
+    hostname: str = ""  # empty: this machine's
     read_only: bool = False
     drop: bool = False  # all capabilities
     process: subprocess.Popen[bytes] | None = None
 
     def _command(self, command: list[str]) -> tuple[list[str], dict[str, str]]:
-        unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        unshare = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child"]
         if self.network is not None:
             unshare = ["nsenter", f"--net=/proc/{self.network}/ns/net", *unshare]
         return [*unshare, "bash", "-c", _MOUNTS, "container", *self._inside(command)], self._mounts()
@@ -231,6 +233,7 @@ class Container:
             "WORK": str(folder / "work"),
             "TREE": str(folder / "tree"),
             "BINDS": "\n".join(" ".join(bind) for bind in self.binds),
+            "NAME": self.hostname,
             "READ_ONLY": "yes" if self.read_only else "",
         }
 
@@ -343,6 +346,7 @@ class Composition:
             user=service["user"],
             env={key: str(value) for key, value in service.get("environment", {}).items()},
             binds=binds,
+            hostname=service.get("hostname", ""),
             read_only=service.get("read_only", False),
             drop=service.get("cap_drop") == ["ALL"],
         )

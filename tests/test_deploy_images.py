@@ -139,6 +139,7 @@ def test_the_demo_is_composed_judged_and_stopped_without_a_loss(composed):
     logs = composed.volume("logs")
     assert logs.stat().st_mode & 0o777 == 0o700
     for written in logs.glob("*.jsonl"):
+        assert written.name.split("-")[1] == "sparseety"  # one machine, whatever each container is called
         assert (written.stat().st_uid, written.stat().st_mode & 0o777) == (2000, 0o600)
 
 

@@ -32,8 +32,10 @@ Blocks = list[tuple[str, list[tuple[int, AnyRecord]], float]]
 def judged(blocks: Blocks) -> list[RequestVerdict]:
     """The verdicts of a run that reads these blocks in this order."""
     logs, verdicts = one_pass(blocks, None)
-    if logs.pending.contested:
-        logs, again = one_pass(blocks, logs.pending.contested)
+    contested = Contested()
+    while (more := contested | logs.pending.contested) != contested:
+        contested = more
+        logs, again = one_pass(blocks, contested)
         verdicts |= again
     orphans = judge_orphans(logs.files, logs.pending.orphans(), logs.pending.unnamed)
     return [verdict for _, verdict in sorted(verdicts.items())] + orphans

@@ -3,8 +3,8 @@
 A request is judged once its reply has ended, the engine is done with it, and all logs are read past that time, so that
 what else bears its id is known. Records may still come that would have changed the verdict: where clocks differ by more
 than the skew allowed, or a log was put together in another order. Such requests are *contested*: everything is read
-once more, and they are judged when all of it is known. So the order of reading decides about memory and time, not about
-verdicts.
+once more, and they are judged when all of it is known; that may show more of them, and so on, until it shows none. So
+the order of reading decides about memory and time, not about verdicts.
 """
 
 import heapq
@@ -40,6 +40,10 @@ class Contested:
 
     def __bool__(self) -> bool:
         return bool(self.ids or self.captures or self.served or self.losses)
+
+    def __or__(self, other: "Contested") -> "Contested":
+        losses = self.losses + [loss for loss in other.losses if loss not in self.losses]
+        return Contested(self.ids | other.ids, self.captures | other.captures, self.served | other.served, losses)
 
     def has(self, captures: list[OpenCapture], served: list[Served]) -> bool:
         """Is any of these among them?"""

@@ -59,7 +59,7 @@ def executor_for(paths: list[Path], jobs: int | None) -> Executor:
 
 
 class Run:
-    """One reading of logs, or two: see verifier/pending.py."""
+    """One reading of logs, seldom more: see verifier/pending.py."""
 
     def __init__(
         self,
@@ -91,7 +91,9 @@ class Run:
     def cases(self) -> Iterator[Case]:
         """Each request as soon as it can be judged. What comes again replaces what came first."""
         yield from self._read()
-        if contested := self.logs.pending.contested:
+        contested = Contested()
+        while (more := contested | self.logs.pending.contested) != contested:
+            contested = more
             self.logs = self._begin(contested)
             yield from self._read()
 
