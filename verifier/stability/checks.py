@@ -8,6 +8,7 @@ from verifier.stability.differences import usable
 from verifier.stability.model import Output
 from verifier.stability.result import ArmFacts, Check, Contract, Facts, GateSettings
 
+_CUT = 0.5  # share of positions that may be missing for it
 _NAMED = 5  # prompts or requests named in a line
 
 
@@ -30,8 +31,8 @@ def checks(
     ]
     if contract != "bitwise":
         found.append(_log_probabilities(ended, compared))
-    if cut := sum(each.cut() for each in compared):
-        found.append(_cut(cut, contract))
+    if cut := _cut(compared, contract):
+        found.append(cut)
     if settings.budget is not None:
         found.append(_beyond_budget(ended, settings.budget, settings.min_beyond_budget))
     return found
@@ -148,13 +149,21 @@ def _log_probabilities(ended: Sequence[Output], compared: Sequence[Compared]) ->
     return Check(name=name, ok=True, detail="two or more at every token")
 
 
-def _cut(pairs: int, contract: Contract) -> Check:
-    """They are compared as far as both go, which is not the whole that bitwise equality is about."""
+def _cut(compared: Sequence[Compared], contract: Contract) -> Check | None:
+    """They are compared as far as both go, which is not the whole that bitwise equality is about. None: no pair was."""
+    cut = [(each.name, *each.cut()) for each in compared]
+    pairs = sum(number for _, number, _, _ in cut)
+    if not pairs:
+        return None
+    whole = {each.name: sum(max(len(a.ids), len(b.ids)) for (a, b), _ in each.pairs) for each in compared}
+    enough = all(longer - positions <= _CUT * whole[name] for name, _, positions, longer in cut)
     detail = (
         f"in {pairs} pairs one output was cut earlier than the other, and they are compared up to there: "
         "does max_model_len, or another limit of the servers, differ?"
     )
-    return Check(name="outputs cut at one length", ok=False if contract == "bitwise" else None, detail=detail)
+    return Check(
+        name="outputs cut at one length", ok=None if enough and contract != "bitwise" else False, detail=detail
+    )
 
 
 def _logged(output: Output) -> bool:

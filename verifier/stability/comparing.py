@@ -45,9 +45,10 @@ class Compared:
             hard[first.prompt] = hard.get(first.prompt, False) or bool(found and found.hard)
         return hard
 
-    def cut(self) -> int:
-        """Pairs that are equal until one of them was cut short."""
-        return sum(found is None and len(a.ids) != len(b.ids) for (a, b), found in self.pairs)
+    def cut(self) -> tuple[int, int, int]:
+        """(pairs that are equal until one of them was cut short, their positions, those of the longer of each)."""
+        cut = [(len(a.ids), len(b.ids)) for (a, b), found in self.pairs if found is None and len(a.ids) != len(b.ids)]
+        return len(cut), sum(map(min, cut)), sum(map(max, cut))
 
     def one_each(self) -> list[tuple[Pair, Difference | None]]:
         """One pair of each prompt: what tests take, since repeats of a prompt fork at the same ties."""
