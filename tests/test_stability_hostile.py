@@ -129,6 +129,14 @@ def test_what_a_server_says_does_not_reach_the_terminal_as_it_is(run, capsys):
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_a_server_that_asks_to_be_spared_is(run):
+    toy = Toy(refusal=(429, {"error": {"message": "slow down"}}))  # with Retry-After: 1
+    code, _, error, _ = run(toy, "--stop-after-errors", "3")
+    assert (code, "HTTP 429: slow down" in error) == (3, True)
+    first, second, third = toy.refused_at
+    assert min(second - first, third - second) >= 0.9
+
+
 def test_a_key_that_a_server_quotes_is_not_written_down(run, monkeypatch):
     monkeypatch.setenv("SPARSEETY_VERIFY_API_KEY", "sk-secret")
     refusal = (401, {"error": {"message": "Incorrect API key provided: sk-secret"}})

@@ -226,6 +226,13 @@ def test_requests_are_begun_no_faster_than_asked_for_and_timed_from_when_they_ar
     assert statistics.median(output.ttft for output in outputs) < 0.4  # most waited for 0.8 s
 
 
+def test_as_many_requests_are_sent_as_were_allowed_though_some_wait_for_their_turn(run):
+    toy = Toy()
+    with toy_serving(toy) as url:
+        assert run("--candidate", url, "--rate", "50", "--concurrency", "8", "--max-requests", "9") == 3
+    assert len(toy.requests) == 9
+
+
 def test_more_at_once_than_the_limit_is_refused_before_anything_is_sent(run, capsys):
     toy = Toy()
     with toy_serving(toy) as url:

@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class Toy:
     token_seconds: float = 0.0
     models: Any = None  # what /v1/models says instead
     stream: bytes | None = None  # what every generation is answered with instead
+    refused_at: list[float] = field(default_factory=list)
     fail_every: int = 0  # one generation in so many is refused
     refusal: tuple[int, Any] | None = None  # status and body, the same
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies, with their X-Request-Id and how many ran
@@ -114,7 +115,9 @@ class ToyServer:
             await _json(send, {"error": {"message": "busy"}}, 503)
             return
         if toy.refusal is not None:
-            await _json(send, toy.refusal[1], toy.refusal[0])
+            toy.refused_at.append(time.monotonic())
+            busy = [(b"retry-after", b"1")] if toy.refusal[0] == 429 else []
+            await _json(send, toy.refusal[1], toy.refusal[0], busy)
             return
         if toy.stream is not None:
             start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -173,8 +176,9 @@ async def _event(send: Any, body: dict[str, Any]) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-async def _json(send: Any, body: dict[str, Any], status: int = 200) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+async def _json(send: Any, body: Any, status: int = 200, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    headers = [(b"content-type", b"application/json"), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 

@@ -23,6 +23,7 @@ from verifier.stability.store import Arm, ArmWriter, Input, Line
 API_KEY = "SPARSEETY_VERIFY_API_KEY"
 _EVENT_BYTES = 8 << 20
 _ANSWER = 60.0  # seconds for a question that is no generation
+_LONGEST_HOLD = 60.0  # seconds
 _SECRET = 4  # characters; shorter ones are in any text
 _IDLE = 2.0  # seconds that a connection is kept for: uvicorn closes it after 5, and then a request would be lost
 _FORCED_ERRORS = 2  # in a row
@@ -56,6 +57,8 @@ class Budget:
     failed: int = 0  # in a row
     stopped: str | None = None
     _next: float = field(default=0.0)
+    _held: float = field(default=0.0)
+    _given_up: bool = field(default=False)
 
     async def turn(self) -> bool:
         """Wait for the next request's turn; False: there is none."""
@@ -68,11 +71,17 @@ class Budget:
             now = time.monotonic()
             self._next = max(self._next, now) + 1 / self.limits.per_second
             await asyncio.sleep(self._next - 1 / self.limits.per_second - now)
-        return self.stopped is None
+        await asyncio.sleep(max(0.0, self._held - time.monotonic()))
+        return not self._given_up  # a limit that was reached meanwhile counts this one in
+
+    def hold(self, seconds: float) -> None:
+        """Begin nothing for so long: the server asked for it."""
+        self._held = max(self._held, time.monotonic() + min(seconds, _LONGEST_HOLD))
 
     def result(self, error: str | None) -> None:
         self.failed = 0 if error is None else self.failed + 1
         if error is not None and self.failed >= self.limits.errors:
+            self._given_up = True
             self.stopped = f"{self.failed} requests in a row failed, the last with: {error}"
 
 
@@ -184,7 +193,7 @@ class Server:
                 self._client.stream("POST", path, json=content, headers={"X-Request-Id": request_id}) as response,
             ):
                 if response.status_code != 200:
-                    raise BadReply(refusal(response.status_code, await response.aread()))
+                    raise BadReply(refusal(response.status_code, await response.aread()), _wait(response.headers))
                 async for data in response.aiter_bytes():
                     now = time.monotonic()
                     for event in splitter.feed(data):
@@ -306,6 +315,7 @@ class Driver:
             await self._server.stream(path, content, request_id, reply)
         except BadReply as reason:
             error = self._server.told(reason)
+            self._budget.hold(reason.wait)
         self._budget.result(error)
         return error
 
@@ -325,6 +335,12 @@ class Driver:
         await asyncio.gather(*(worker() for _ in range(load)))
         if stopped:
             raise stopped[0]
+
+
+def _wait(headers: httpx.Headers) -> float:
+    """Seconds that a refusal asks to wait for (`Retry-After`; as a date it is not heeded)."""
+    value = headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() else 0.0
 
 
 def _parts(url: str) -> SplitResult:

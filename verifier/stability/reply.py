@@ -15,7 +15,11 @@ DONE = b"[DONE]"
 
 
 class BadReply(Exception):
-    """The reply is none that can be used; the words say why."""
+    """The reply is none that can be used; the words say why. wait: seconds for which the server asks to be spared."""
+
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait = wait
 
 
 _IDS = 1 << 31  # more than any vocabulary has
