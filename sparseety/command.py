@@ -26,7 +26,7 @@ def run_command(main: Callable[[], int]) -> int:
             sys.stdout.flush()
         return code
     except SparseetyError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_shown(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -42,6 +42,11 @@ def run_command(main: Callable[[], int]) -> int:
         return INTERRUPTED
     except Exception:  # noqa: BLE001 -- the outermost boundary of a program
         return _bug()
+
+
+def _shown(error: SparseetyError) -> str:
+    """It may quote a server or a file: what would move the cursor is escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(error))
 
 
 def _bug() -> int:

@@ -1,6 +1,7 @@
 """What the analysis of a run says: field cases of public bug reports, causes, costs, teacher forcing."""
 
 import pytest
+from msgspec.structs import replace
 
 from tests.stability_runs import baseline_ids, output, parted, run, served, tops
 from verifier.stability.analysis import analyse
@@ -138,6 +139,37 @@ def test_kv_loss_is_named_where_the_log_shows_it_at_the_hard_differences_and_not
     assert lossy(40, range(10), []).name == "unknown"
 
 
+def test_repeats_of_a_prompt_are_no_further_evidence_of_a_cause():
+    def cause(repeats):
+        outputs = []
+        for repeat in range(repeats):
+            for each in run(40, b=dict.fromkeys(range(3), (5, 1.2, 0.9)), repeat=repeat):
+                lost = 5 if each.arm == "b" and each.prompt < 30 else 0
+                outputs.append(replace(each, served=served(computed=100, reused=0, evicted=lost)))
+        return analyse(outputs).comparison("candidate").cause
+
+    assert (cause(1).name, cause(4).name) == ("unknown", "unknown")  # three prompts of thirty in forty: chance
+
+
+def test_repeats_do_not_make_a_rate_by_length_surer_than_the_whole():
+    def rates(repeats):
+        how = dict.fromkeys(range(5), (5, 0.1, 0.1))
+        comparison = analyse([o for r in range(repeats) for o in run(50, b=how, repeat=r)]).comparison("candidate")
+        return comparison.hazard, comparison.by_length[0].differences
+
+    (_, once), (whole, four) = rates(1), rates(4)
+    assert four.rate == once.rate
+    assert (four.low, four.high, four.method) == (whole.low, whole.high, whole.method)
+    assert four.high > 1.3 * four.rate
+
+
+def test_a_candidate_that_met_the_baselines_engine_in_the_baselines_state_is_said_to():
+    same = [replace(each, epoch="engine:1") for each in run(80)]
+    other = [replace(each, epoch="engine:2") if each.arm == "b" else each for each in same]
+    assert "is the change switched on?" in analyse(same).verdict.warnings[-1]
+    assert not any("switched on" in warning for warning in analyse(other).verdict.warnings)
+
+
 def test_without_a_log_of_it_the_budget_tells_where_hard_differences_begin():
     def cause(at):
         outputs = run(60, b=dict.fromkeys(range(20), (at, 1.2, 0.9)))
@@ -273,3 +305,12 @@ def test_failed_requests_are_counted_and_never_compared():
     analysis = analyse(outputs)
     assert (analysis.comparison("candidate").prompts, analysis.comparison("candidate").unpaired) == (9, 1)
     assert {arm.arm: arm.failed for arm in analysis.arms} == {"a1": 0, "a2": 0, "b": 1}
+
+
+def test_a_pair_that_parts_hard_was_at_risk_of_a_tie_up_to_there():
+    soft = (
+        analyse(run(20, b=dict.fromkeys(range(1, 20), (5, 1.0, 1.0)), a2={0: (5, 0.0, 0.0)}))
+        .comparison("candidate")
+        .soft
+    )
+    assert (soft.events, soft.z < 0) == (1, True)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from tests.stability_runs import baseline_ids, output, parted, run, tops
 from verifier.stability.analysis import analyse, compare
-from verifier.stability.differences import difference, pair, precision_band, tie_band
+from verifier.stability.differences import difference, pair, positions_at_risk, precision_band, tie_band
+from verifier.stability.model import Tops
 from verifier.stability.result import ArmFacts, Band, Facts, GateSettings
 
 BAND = precision_band(GateSettings(), Facts())
@@ -61,7 +62,7 @@ def test_a_token_that_was_not_logged_is_at_least_as_far_as_the_last_that_was():
 def test_a_beginning_of_the_other_is_a_length_difference_that_only_a_tie_excuses():
     ids = baseline_ids(0)
     for lead, hard in ((2.0, True), (0.2, False)):
-        difference_ = difference(output("a1", 0, top=tops(ids, lead)), output("b", 0, ids[:12]), BAND)
+        difference_ = difference(output("a1", 0, top=tops(ids, lead)), output("b", 0, ids[:12], finish="stop"), BAND)
         assert (difference_.kind, difference_.index, difference_.hard) == ("LENGTH", 12, hard)
         assert (difference_.first_id, difference_.second_id) == (ids[12], None)
 
@@ -129,3 +130,24 @@ def test_noise_of_another_number_format_does_not_give_the_band():
     assert tie_band(differences, GateSettings(), facts) == Band(
         margin=BAND.margin, shift=0.5, source="precision", detail=tie_band(differences, GateSettings(), facts).detail
     )
+
+
+def test_an_output_that_was_cut_short_is_compared_as_far_as_it_goes():
+    ids = baseline_ids(0)
+    whole, cut = output("a1", 0, finish="stop"), output("b", 0, ids[:12], finish="length")
+    for both in ((whole, cut), (cut, whole)):
+        assert difference(*both, BAND) is None
+        assert positions_at_risk(*both, None) == 12
+    ended = output("a1", 0, ids[:12], finish="stop")  # it chose its end, where the other goes on: that differs
+    assert difference(ended, output("b", 0, ids[:20], finish="length"), BAND).kind == "LENGTH"
+    assert difference(output("a1", 0, ids[:10], finish="length"), ended, BAND) is None
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2**40), st.floats(-9999, 0)))))
+def test_log_probabilities_are_the_same_in_little_memory(tops):
+    packed = Tops(tops)
+    assert packed == tops
+    assert [packed[i] for i in range(-len(tops), len(tops))] == tops * 2
+    assert packed[1:3] == tops[1:3]
+    with pytest.raises(IndexError):
+        packed[len(tops)]

@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from tests.stability_runs import baseline_ids, output, run, tops
 from verifier.stability.analysis import analyse
@@ -294,3 +295,25 @@ def test_a_yardstick_that_is_not_there_is_no_verdict():
 def test_every_bound_can_be_left_out():
     told = verdict(run(71), "bounded-change", hard_rate=None, hazard_ratio=None, forced_disagreement=None)
     assert (told.exit_code, told.reasons) == (3, ["no bound is asked for"])
+
+
+def test_a_candidate_with_a_shorter_context_is_no_other_model_but_not_wholly_compared():
+    """vLLM caps max_tokens at what max_model_len leaves, without a word."""
+    outputs = run(100, arms=("a1", "a2"))
+    outputs += [output("b", p, baseline_ids(p)[: 12 if p % 2 else 40], finish="length") for p in range(100)]
+    result = analyse(outputs)
+    assert result.verdict.decision == "accept"
+    assert (result.comparison("candidate").kinds, result.comparison("candidate").hazard.at_risk) == ({}, 50 * 52)
+    (check,) = [check for check in result.checks if check.name == "outputs cut at one length"]
+    assert "in 50 pairs one output was cut earlier" in check.detail
+    assert verdict(outputs, "bitwise").decision == "inconclusive"
+    outputs = [replace(o, ids=o.ids[:3], top=o.top[:3]) if o.arm == "b" else o for o in outputs]
+    assert verdict(outputs).decision == "inconclusive"  # too little is left of it
+
+
+def test_an_arm_that_broke_off_early_is_not_complete_however_many_others_there_are():
+    arms = ("a1", "a2", *(f"y{n}" for n in range(8)))
+    outputs = [output(arm, prompt) for arm in arms for prompt in range(100)] + [output("b", p) for p in range(85)]
+    decided = verdict(outputs, facts=Facts(planned=1100))
+    assert decided.decision == "inconclusive"
+    assert "complete: 1085 of 1100 planned requests" in decided.reasons[0]

@@ -71,11 +71,16 @@ def test_no_repeat_of_a_prompt_meets_the_same_load_in_both_runs_of_the_baseline(
 
 def test_each_attempt_at_each_request_has_a_name_of_its_own():
     names = {
-        Job(arm, Key(prompt, repeat, cache), 1).request_id(plan(), attempt)
+        Job(arm, Key(prompt, repeat, cache), 1).request_id(plan(), session)
         for arm in ("a1", "b")
         for prompt in (1, 11)
         for repeat in (0, 1)
         for cache in ("cold", "warm")
-        for attempt in (0, 1, 2)
+        for session in ("", "1f", "2e")
     }
     assert len(names) == 2 * 2 * 2 * 2 * 3
+
+
+def test_a_prompt_that_is_there_twice_is_no_evidence_of_its_own():
+    with pytest.raises(SparseetyError, match=r"file:3: the same prompt as in line 1; repeats are asked for with -n"):
+        prompts.parse(b'{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "a", "kind": "other"}\n', "file")

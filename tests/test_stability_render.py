@@ -317,3 +317,10 @@ def test_the_browser_would_have_told(browse):
     assert asked == {"http://127.0.0.1:9/x"}
     _, complaints, _ = browse(page.replace("main{", "main {").replace("</style>", " </style>").encode())
     assert "style" in complaints
+
+
+def test_teacher_forcing_that_no_server_answered_is_said_to_be_none():
+    refused = [Forced(arm="b", prompt=p, reference=f"a1-{p}", ids=[1], error="HTTP 400") for p in range(2)]
+    shown = render.text(analyse(run(5), refused))
+    assert "teacher-forced B (prefill path only): none of 2 requests was answered" in shown
+    assert "0 of 0" not in shown

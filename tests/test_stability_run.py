@@ -126,6 +126,21 @@ def test_a_run_goes_on_behind_a_line_that_was_torn(tmp_path, run):
     assert len(loaded.arms["b"].outputs) == len(PROMPTS)
 
 
+def test_what_was_under_way_when_a_run_was_killed_is_asked_again_under_another_name(tmp_path, run):
+    """Else the logs hold two requests of one name, and a cold one finds the prefix that its predecessor left."""
+    toy = Toy()
+    with toy_serving(toy) as url:
+        assert run("--candidate", url, "--max-requests", "9") == 3
+        file = tmp_path / "run" / "b.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join(lines[:-4]))  # were answered, but not yet written
+        assert run("--candidate", url) == 0
+    for name in ("x_request_id", "cache_salt"):
+        sent = [each[name] for each in toy.requests if each["x_request_id"].rpartition("-")[2] != "start"]
+        cold = [each for each in sent if "cold" in each]
+        assert len(set(cold)) == len(cold) > len(PROMPTS)
+
+
 def test_a_run_that_is_interrupted_keeps_what_came(tmp_path, prompts):
     toy = Toy(token_seconds=0.01)
     with toy_serving(toy) as url:
@@ -209,6 +224,13 @@ def test_requests_are_begun_no_faster_than_asked_for_and_timed_from_when_they_ar
     assert time.monotonic() - begin >= (len(PROMPTS) + 4 - 1) / 10
     outputs = store.load(tmp_path / "run").arms["b"].outputs.values()
     assert statistics.median(output.ttft for output in outputs) < 0.4  # most waited for 0.8 s
+
+
+def test_as_many_requests_are_sent_as_were_allowed_though_some_wait_for_their_turn(run):
+    toy = Toy()
+    with toy_serving(toy) as url:
+        assert run("--candidate", url, "--rate", "50", "--concurrency", "8", "--max-requests", "9") == 3
+    assert len(toy.requests) == 9
 
 
 def test_more_at_once_than_the_limit_is_refused_before_anything_is_sent(run, capsys):

@@ -148,6 +148,17 @@ def test_any_arm_can_be_judged_and_measured_by_another(run, tmp_path, capsys):
     assert "no arm nobody in this run; it has: a1, a2, b, mild, worse" in capsys.readouterr().err
 
 
+def test_one_arm_as_the_baseline_has_its_repeats_as_noise_and_no_other_servers_outputs(run, tmp_path, capsys):
+    with toy_serving(Toy(weights="two")) as other:
+        run(Toy(), Toy(), "--yardstick", f"two={other}", "-n", "2")
+    folder = str(tmp_path / "run")
+    assert main(["compare", folder, "--as-baseline", "two", "--as-candidate", "two"]) == 0
+    said = capsys.readouterr().out
+    assert "A1 repeats" in said
+    assert "A1 vs A2" not in said  # A2 is of another model
+    assert "VERDICT  ACCEPT" in said
+
+
 def test_the_candidate_may_be_in_a_run_of_its_own(tmp_path, prompts, capsys):
     with toy_serving(Toy()) as url:
         for out, arm in (("dense", "--baseline"), ("sparse", "--candidate")):
@@ -165,7 +176,13 @@ def test_the_candidate_may_be_in_a_run_of_its_own(tmp_path, prompts, capsys):
     ("arguments", "said"),
     [
         (["--gate", "p9=1"], '--gate "p9=1" is not NAME=VALUE; names: p0, p1'),
-        (["--gate", "p0=x"], "--gate: Expected `float`"),
+        (["--gate", "p0=x"], "--gate p0: Expected float, got str"),
+        (["--gate", "truncate=0"], "--gate truncate: Expected int >= 1"),  # rejected what did not differ
+        (["--gate", "confidence=95"], "--gate confidence: Expected float < 1.0"),
+        (["--gate", "p0=0.06", "--gate", "p1=0.02"], "--gate: p0 (0.06) must be below p1 (0.02)"),
+        (["--gate", "dtype=fp32"], "one of: bfloat16, float16, float32, float64"),  # was taken for bfloat16
+        (["--as-baseline", "b,b,b"], "one arm, or two that are the same server twice"),
+        (["--as-yardstick", "a2=b"], "--as-yardstick b needs a name of its own"),
         (["--show-text"], "--show-text makes text of ids: give --tokenizer too"),
     ],
 )
@@ -222,3 +239,27 @@ def test_repeats_that_part_where_no_tie_explains_it_are_a_fault(capsys):
 def test_a_single_request_is_nothing_to_compare(capsys):
     with toy_serving(Toy()) as url:
         assert main(["single", "1", "--url", url, "--prompt", "sea", "--max-tokens", "4", "-q"]) == 3
+
+
+def test_repeats_of_which_too_many_failed_are_no_pass(capsys):
+    with toy_serving(Toy(fail_every=3)) as url:
+        assert single(url) == 3
+    assert "failed: HTTP 503: busy" in capsys.readouterr().out
+
+
+def test_outputs_without_a_counterpart_are_counted_by_diff(tmp_path, prompts, capsys):
+    with toy_serving(Toy()) as url:
+        fixed = ["run", "--out", str(tmp_path / "run"), "--prompts", str(prompts), "--max-tokens", "4", "--quiet"]
+        fixed += ["--baseline", url, "--gather", "--first", "9", "--teacher-forcing", "0"]
+        assert main([*fixed, "--only", "a1"]) == 0
+        assert main([*fixed, "--only", "a2", "--max-requests", "9"]) == 3
+    capsys.readouterr()
+    assert diff.main([f"{tmp_path / 'run'}:a1", f"{tmp_path / 'run'}:a2"]) == 0
+    assert "5 pairs: 5 equal, 0 different\n4 outputs have no counterpart" in capsys.readouterr().out
+
+
+def test_a_candidate_that_is_the_baseline_is_said_to_be(tmp_path, prompts, capsys):
+    with toy_serving(Toy()) as url:
+        fixed = ["run", "--out", str(tmp_path / "run"), "--prompts", str(prompts), "--max-tokens", "4", "--gather"]
+        assert main([*fixed, "--baseline", url, "--candidate", url, "--only", "b", "--first", "2"]) == 0
+    assert "one server: it is compared with itself" in capsys.readouterr().err

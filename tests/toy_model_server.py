@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,11 @@ class Toy:
     hidden: int = 0  # first tokens that it does not name, as some parsers make vLLM do
     forced: bool = True  # knows prompt_logprobs
     token_seconds: float = 0.0
+    models: Any = None  # what /v1/models says instead
+    stream: bytes | None = None  # what every generation is answered with instead
+    refused_at: list[float] = field(default_factory=list)
+    fail_every: int = 0  # one generation in so many is refused
+    refusal: tuple[int, Any] | None = None  # status and body, the same
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies, with their X-Request-Id and how many ran
     running: int = 0
 
@@ -74,7 +79,8 @@ class ToyServer:
             return
         path = scope["path"]
         if path == "/v1/models":
-            await _json(send, {"data": [{"id": "toy", "root": f"toy/{self.toy.weights}", "max_model_len": 2048}]})
+            card = {"id": "toy", "root": f"toy/{self.toy.weights}", "max_model_len": 2048}
+            await _json(send, self.toy.models or {"data": [card]})
         elif path == "/version":
             await _json(send, {"version": "0.32.0"})
         elif path in ("/v1/chat/completions", "/v1/completions"):
@@ -105,6 +111,19 @@ class ToyServer:
             prompt = tokens(" ".join(f"<{message['role']}> {message['content']}" for message in body["messages"]))
         elif isinstance(prompt, str):
             prompt = tokens(prompt)
+        if toy.fail_every and len(toy.requests) % toy.fail_every == 0:
+            await _json(send, {"error": {"message": "busy"}}, 503)
+            return
+        if toy.refusal is not None:
+            toy.refused_at.append(time.monotonic())
+            busy = [(b"retry-after", b"1")] if toy.refusal[0] == 429 else []
+            await _json(send, toy.refusal[1], toy.refusal[0], busy)
+            return
+        if toy.stream is not None:
+            start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+            await send(start)
+            await send({"type": "http.response.body", "body": toy.stream})
+            return
         if body.get("prompt_logprobs"):
             await self._forced(prompt, request_id, send)
             return
@@ -157,8 +176,9 @@ async def _event(send: Any, body: dict[str, Any]) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-async def _json(send: Any, body: dict[str, Any], status: int = 200) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+async def _json(send: Any, body: Any, status: int = 200, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    headers = [(b"content-type", b"application/json"), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 

@@ -39,6 +39,7 @@ def analyse(
         name: summarise(each, None if each is noise else noise, settings, facts) for name, each in compared.items()
     }
     said = warnings(verdict, comparisons.get("noise"), comparisons.get("candidate"), settings)
+    said += unchanged(outputs)
     arms = _of_arms(outputs)
     return Analysis(
         facts=facts,
@@ -76,6 +77,14 @@ def compare(outputs: Sequence[Output], settings: GateSettings, facts: Facts) -> 
     noise = [Compared.of("noise", *pairs["noise"], first)] if "noise" in pairs else []
     band = tie_band([d for each in noise for d in each.differences], settings, facts)
     return band, {name: Compared.of(name, *each, band) for name, each in pairs.items()}
+
+
+def unchanged(outputs: Sequence[Output]) -> list[str]:
+    """A candidate that is the baseline is accepted, and nobody would notice."""
+    epochs = {arm: {o.epoch for o in outputs if o.arm == arm and o.epoch is not None} for arm in ("a1", "b")}
+    if not epochs["a1"] & epochs["b"]:
+        return []
+    return ["b went to the engine that a1 went to, and it was not restarted between: is the change switched on?"]
 
 
 def _of_arms(outputs: Sequence[Output]) -> dict[str, list[Output]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from math import inf
 from pathlib import Path
 from typing import get_args
 
@@ -20,7 +21,7 @@ def limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-concurrency", type=positive, default=default.at_once, metavar="N", help=f"(default {default.at_once})"
     )
-    group.add_argument("--rate", type=float, metavar="N", help="requests begun in a second, at most")
+    group.add_argument("--rate", type=above_0, metavar="N", help="requests begun in a second, at most")
     group.add_argument("--max-requests", type=positive, metavar="N", help="send so many, then stop")
     group.add_argument(
         "--stop-after-errors",
@@ -30,7 +31,7 @@ def limits(parser: argparse.ArgumentParser) -> None:
         help=f"failed requests one after another (default {default.errors})",
     )
     group.add_argument(
-        "--timeout", type=float, default=default.seconds, metavar="SECONDS", help=f"(default {default.seconds:g})"
+        "--timeout", type=above_0, default=default.seconds, metavar="SECONDS", help=f"(default {default.seconds:g})"
     )
     parser.set_defaults(
         limits=lambda options: Limits(
@@ -54,7 +55,11 @@ def witnesses(parser: argparse.ArgumentParser) -> None:
 
 def roles(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("who is compared with whom")
-    group.add_argument("--as-baseline", metavar="ARM,ARM", help="arms that are the baseline (default a1,a2)")
+    group.add_argument(
+        "--as-baseline",
+        metavar="ARM,ARM",
+        help="arms that are the baseline (default a1,a2); of one, its repeats are the noise",
+    )
     group.add_argument("--as-candidate", metavar="ARM", help="the arm that is judged (default b)")
     group.add_argument(
         "--as-yardstick",
@@ -91,6 +96,20 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def above_0(text: str) -> float:
+    value = float(text)
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def at_least_2(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 2, which a margin takes")
     return value
 
 

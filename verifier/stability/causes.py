@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import comb
 
-from verifier.stability.differences import Pair
+from verifier.stability.differences import Pair, positions_at_risk
 from verifier.stability.intervals import beta_cdf
 from verifier.stability.model import Served
 from verifier.stability.result import Cause, Difference, Facts, GateSettings, LogRank
@@ -28,7 +28,7 @@ def likely_cause(
     if evidence := _sampling([d for _, d in found]):
         return Cause(name="sampling path", evidence=evidence)
     if hard:
-        evidence = _kv_loss(pairs, settings)
+        evidence = _kv_loss(_one_each(pairs), settings)
         return Cause(name="KV loss" if evidence else "unknown", evidence=evidence)
     ties = f"all {len(found)} first differences are ties within the band"
     loads = sorted({(a.load, b.load) for (a, b), _ in found if a.load != b.load})
@@ -45,6 +45,15 @@ def likely_cause(
     if len(dtypes) > 1:
         evidence.append(f"the arms compute in {' and '.join(sorted(dtypes))}")
     return Cause(name="numeric path", evidence=evidence)
+
+
+def _one_each(pairs: Sequence[tuple[Pair, Difference | None]]) -> list[tuple[Pair, Difference | None]]:
+    """One pair of each prompt, a hard one if there is one: repeats of a prompt are no further evidence."""
+    chosen: dict[int, tuple[Pair, Difference | None]] = {}
+    for each in pairs:
+        if each[0][0].prompt not in chosen or (each[1] and each[1].hard):
+            chosen[each[0][0].prompt] = each
+    return list(chosen.values())
 
 
 def _sampling(found: Sequence[Difference]) -> list[str]:
@@ -99,10 +108,10 @@ def _by_budget(pairs: Sequence[tuple[Pair, Difference | None]], settings: GateSe
     if settings.budget is None:
         return []
     beyond = at_risk = hard_beyond = hard = 0
-    for (first, _), d in pairs:
+    for (first, second), d in pairs:
         if first.prompt_tokens is None:
             continue
-        length = d.index + 1 if d else len(first.ids)
+        length = positions_at_risk(first, second, d.index if d else None)
         at_risk += length
         beyond += min(length, max(0, first.prompt_tokens + length - 1 - settings.budget))
         if d and d.hard and d.context is not None:

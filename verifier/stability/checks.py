@@ -8,6 +8,7 @@ from verifier.stability.differences import usable
 from verifier.stability.model import Output
 from verifier.stability.result import ArmFacts, Check, Contract, Facts, GateSettings
 
+_CUT = 0.5  # share of positions that may be missing for it
 _NAMED = 5  # prompts or requests named in a line
 
 
@@ -30,6 +31,8 @@ def checks(
     ]
     if contract != "bitwise":
         found.append(_log_probabilities(ended, compared))
+    if cut := _cut(compared, contract):
+        found.append(cut)
     if settings.budget is not None:
         found.append(_beyond_budget(ended, settings.budget, settings.min_beyond_budget))
     return found
@@ -55,6 +58,8 @@ def _complete(outputs: Sequence[Output], ended: Sequence[Output], settings: Gate
     # of each arm too: a candidate may fail at the very prompts at which it would differ
     arms = Counter(output.arm for output in outputs)
     good = Counter(output.arm for output in ended)
+    if facts.planned is not None:  # as many of each: an arm that broke off has fewer than were planned of it
+        arms = Counter(dict.fromkeys(arms, max(arms.values())))
     lost = [planned - len(ended) - settings.max_failed * planned]
     lost += [number - good[arm] - settings.max_failed * number for arm, number in arms.items()]
     return Check(name="complete", ok=max(lost) <= 0, detail=detail)
@@ -142,6 +147,23 @@ def _log_probabilities(ended: Sequence[Output], compared: Sequence[Compared]) ->
     if without:
         return Check(name=name, ok=None, detail=f"not all of {_some(without)} have two; the margin of one side is used")
     return Check(name=name, ok=True, detail="two or more at every token")
+
+
+def _cut(compared: Sequence[Compared], contract: Contract) -> Check | None:
+    """They are compared as far as both go, which is not the whole that bitwise equality is about. None: no pair was."""
+    cut = [(each.name, *each.cut()) for each in compared]
+    pairs = sum(number for _, number, _, _ in cut)
+    if not pairs:
+        return None
+    whole = {each.name: sum(max(len(a.ids), len(b.ids)) for (a, b), _ in each.pairs) for each in compared}
+    enough = all(longer - positions <= _CUT * whole[name] for name, _, positions, longer in cut)
+    detail = (
+        f"in {pairs} pairs one output was cut earlier than the other, and they are compared up to there: "
+        "does max_model_len, or another limit of the servers, differ?"
+    )
+    return Check(
+        name="outputs cut at one length", ok=None if enough and contract != "bitwise" else False, detail=detail
+    )
 
 
 def _logged(output: Output) -> bool:

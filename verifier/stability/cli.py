@@ -4,14 +4,17 @@ import argparse
 import asyncio
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from sparseety.command import run_command
 from sparseety.errors import SparseetyError
+from verifier.output import printable
 from verifier.stability import overhead, same_prompt, store
 from verifier.stability import prompts as prompt_files
 from verifier.stability.arguments import (
+    at_least_2,
     caches,
     gate,
     limits,
@@ -23,12 +26,13 @@ from verifier.stability.arguments import (
     roles,
     witnesses,
 )
-from verifier.stability.conclude import conclude
+from verifier.stability.conclude import conclude, decoder, ready
 from verifier.stability.drive import Stopped
 from verifier.stability.plan import AGAIN, BASELINE, CANDIDATE, Plan
 from verifier.stability.progress import StageProgress
 from verifier.stability.running import Gathering, gather
 
+_REASONS = 3
 _EPILOG = """\
 exit codes: 0 accept; 1 reject; 2 wrong use; 3 inconclusive: too little, too noisy, or broken off (what came is kept);
 70 a bug; 130 interrupted
@@ -101,7 +105,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="of each output (default 256)")
     plan.add_argument(
-        "--top-logprobs", type=positive, default=5, metavar="N", help="alternatives at each position (default 5)"
+        "--top-logprobs", type=at_least_2, default=5, metavar="N", help="alternatives at each position (default 5)"
     )
     plan.add_argument(
         "--teacher-forcing",
@@ -118,6 +122,9 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    ready(options)
+    if options.show_text:
+        decoder(options)
     prompts = prompt_files.some(prompt_files.load(options.prompts), options.first)
     wanted = Plan(
         name=secrets.token_hex(4),
@@ -158,6 +165,10 @@ def _gathered(folder: Path, arms: list[str], broken: str | None) -> int:
     missing = {name: run.plan.cells - sum(o.error is None for o in run.arms[name].outputs.values()) for name in arms}
     for name, count in missing.items():
         print(f"{name}: {run.plan.cells - count} of {run.plan.cells} outputs are there")
+        for reason, failed in Counter(o.error for o in run.arms[name].outputs.values() if o.error).most_common(
+            _REASONS
+        ):
+            print(f"  {failed} x {printable(reason or '')}")
     return 3 if broken or any(missing.values()) else 0
 
 
@@ -171,6 +182,8 @@ def _urls(options: argparse.Namespace) -> dict[str, str]:
         urls |= {BASELINE: options.baseline, AGAIN: options.baseline}
     if options.candidate:
         urls[CANDIDATE] = options.candidate
+        if options.candidate == options.baseline:
+            print("note: --baseline and --candidate are one server: it is compared with itself", file=sys.stderr)
     for name, url in options.yardstick:
         if name in urls:
             raise SparseetyError(f'the arm "{name}" is named twice')

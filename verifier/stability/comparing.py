@@ -45,6 +45,11 @@ class Compared:
             hard[first.prompt] = hard.get(first.prompt, False) or bool(found and found.hard)
         return hard
 
+    def cut(self) -> tuple[int, int, int]:
+        """(pairs that are equal until one of them was cut short, their positions, those of the longer of each)."""
+        cut = [(len(a.ids), len(b.ids)) for (a, b), found in self.pairs if found is None and len(a.ids) != len(b.ids)]
+        return len(cut), sum(map(min, cut)), sum(map(max, cut))
+
     def one_each(self) -> list[tuple[Pair, Difference | None]]:
         """One pair of each prompt: what tests take, since repeats of a prompt fork at the same ties."""
         return [min(group, key=lambda each: _order(each[0])) for group in self.prompts().values()]
@@ -60,8 +65,8 @@ def _order(pair: Pair) -> tuple[int, int, str]:
 
 
 def _risk(each: tuple[Pair, Difference | None]) -> int:
-    (first, _), found = each
-    return positions_at_risk(first, found.index if found else None)
+    pair, found = each
+    return positions_at_risk(*pair, found.index if found else None)
 
 
 def summarise(
@@ -98,21 +103,18 @@ def summarise(
 
 
 def _time(each: tuple[Pair, Difference | None]) -> Time:
-    (first, _), found = each
-    return (found.index, True) if found else (len(first.ids), False)
+    found = each[1]
+    return (found.index, True) if found else (_risk(each), False)
 
 
 def soft_test(compared: Compared, noise: Compared, settings: GateSettings) -> LogRank | None:
     """Do ties come sooner than in the noise arm? Hard differences end a pair without being one."""
 
     def times(of: Compared) -> list[Time]:
-        return [(index, parted and not (f and f.hard)) for (index, parted), f in map(_with_difference, of.one_each())]
+        # at the index of a hard difference a tie could have come as well, so it was still at risk there
+        return [(f.index + 1, False) if (f := each[1]) and f.hard else _time(each) for each in of.one_each()]
 
     return log_rank(times(noise), times(compared), settings.soft_ratio)
-
-
-def _with_difference(each: tuple[Pair, Difference | None]) -> tuple[Time, Difference | None]:
-    return _time(each), each[1]
 
 
 def _share(hits: int, of: int, settings: GateSettings) -> Share:
@@ -140,17 +142,22 @@ def _both_tails(groups: list[tuple[float, float]], settings: GateSettings) -> tu
 def _hazard(compared: Compared, settings: GateSettings) -> Rate:
     groups = compared.prompts()
     counts = [(float(sum(f is not None for _, f in g)), float(sum(map(_risk, g)))) for g in groups.values()]
+    return _rate(counts, len(compared.pairs) / max(len(groups), 1), settings)
+
+
+def _rate(counts: list[tuple[float, float]], pairs: float, settings: GateSettings) -> Rate:
+    """counts: (first differences, positions at risk) by prompt; pairs: of each prompt."""
     events, at_risk = round(sum(c[0] for c in counts)), round(sum(c[1] for c in counts))
     if not at_risk:
         return Rate(events=0, at_risk=0, rate=None, low=0.0, high=None, method="Poisson")
-    if len(groups) == len(compared.pairs):
+    if pairs == 1:
         low, high = poisson(events, settings.confidence)
         limits, method = (low / at_risk, high / at_risk), "Poisson"
     elif events >= _ENOUGH_TO_RESAMPLE:
         limits, method = _both_tails(counts, settings), "prompts resampled"
     else:  # as if the repeats of a prompt were one
         low, high = poisson(sum(c[0] > 0 for c in counts), settings.confidence)
-        share = len(compared.pairs) / len(groups) / at_risk
+        share = pairs / at_risk
         limits, method = (low * share, high * share), "Poisson, repeats as one"
     return Rate(events=events, at_risk=at_risk, rate=events / at_risk, low=limits[0], high=limits[1], method=method)
 
@@ -159,36 +166,29 @@ def _by_length(compared: Compared, settings: GateSettings) -> list[LengthBin]:
     """By the context of each position, so that what begins beyond a length shows there."""
     edges = sorted({*_LENGTHS, *([settings.budget + 1] if settings.budget else [])})
     spans = list(zip(edges, [*edges[1:], None], strict=True))
-    at_risk, events, hard = Counter[int](), Counter[int](), Counter[int]()
+    pairs = len(compared.pairs) / max(len(compared.prompts()), 1)
+    counts: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    hard = Counter[int]()
     for each in compared.pairs:
         (first, _), found = each
         if first.prompt_tokens is None:
             continue
         begin, end = first.prompt_tokens, first.prompt_tokens + _risk(each)
         for low, high in spans:
-            at_risk[low] += max(0, min(end, high or end) - max(begin, low))
-            if found and low <= end - 1 < (high or end):
-                events[low] += 1
+            if (positions := min(end, high or end) - max(begin, low)) <= 0:
+                continue
+            of_prompt = counts[low][first.prompt]
+            of_prompt[1] += positions
+            if found and end - 1 < (high or end):
+                of_prompt[0] += 1
                 hard[low] += found.hard
     return [
         LengthBin(
             first=low,
             last=None if high is None else high - 1,
-            differences=_poisson_rate(events[low], at_risk[low], settings),
+            differences=_rate([(parted, of) for parted, of in counts[low].values()], pairs, settings),
             hard=hard[low],
         )
         for low, high in spans
-        if at_risk[low]
+        if low in counts
     ]
-
-
-def _poisson_rate(events: int, at_risk: int, settings: GateSettings) -> Rate:
-    low, high = poisson(events, settings.confidence)
-    return Rate(
-        events=events,
-        at_risk=at_risk,
-        rate=events / at_risk,
-        low=low / at_risk,
-        high=high / at_risk,
-        method="Poisson",
-    )

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -18,11 +19,12 @@ from verifier.stability import render, store
 from verifier.stability.analysis import analyse
 from verifier.stability.model import Fingerprint, Output
 from verifier.stability.plan import AGAIN, BASELINE, CANDIDATE
-from verifier.stability.result import EXIT_CODES, Analysis, ArmFacts, Facts, GateSettings
+from verifier.stability.result import EXIT_CODES, Analysis, ArmFacts, Facts, GateSettings, Precision
 from verifier.stability.store import Arm, ArmWriter, Line, Run
 from verifier.stability.witness import Evidence, look_up
 from verifier.tokenizer import TokenizerShelf
 
+_ROLES = (BASELINE, AGAIN, CANDIDATE)
 _SETTLE = 2.0  # seconds: what the last requests left is in the logs by then
 
 
@@ -41,6 +43,21 @@ def conclude(options: argparse.Namespace, folders: Sequence[Path], broken: str |
     return analysis.verdict.exit_code
 
 
+def ready(options: argparse.Namespace) -> None:
+    """Would the result of a run that takes hours get to whoever waits for it? Raises SparseetyError."""
+    settings(options.gate)
+    for path in options.logs:
+        if not Path(path).is_dir():
+            find_logs([path])
+    for path in options.tokenizer or []:
+        if not path.exists():
+            raise SparseetyError(f"{path}: no such tokenizer")
+    for path in filter(None, (options.junit, options.prom_textfile, options.html)):
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            reason = "it is a folder" if path.is_dir() else "there is no such folder"
+            raise SparseetyError(f"cannot write {path}: {reason}")
+
+
 def write_files(
     options: argparse.Namespace, analysis: Analysis, decode: render.Decode | None, outputs: Sequence[Output] = ()
 ) -> None:
@@ -56,7 +73,9 @@ def analysed(run: Run, options: argparse.Namespace, broken: str | None = None) -
     arms = in_roles(run.arms, options.as_baseline, options.as_candidate, options.as_yardstick)
     outputs = [output for arm in arms.values() for output in arm.outputs.values()]
     forced = [each for arm in arms.values() for each in arm.forced.values()]
-    needed = {BASELINE, AGAIN, CANDIDATE} | set(arms)
+    needed = set(_ROLES) | set(arms)
+    if options.as_baseline and "," not in options.as_baseline:
+        needed.discard(AGAIN)  # that was asked for
     about = facts(run, arms, needed, broken)
     analysis = analyse(outputs, forced, settings(options.gate), options.contract, about)
     return analysis if broken is None else _broken_off(analysis, broken)
@@ -90,16 +109,22 @@ def in_roles(
     arms: dict[str, Arm], baseline: str | None, candidate: str | None, yardsticks: Sequence[str] = ()
 ) -> dict[str, Arm]:
     """The arms under the names by which they are judged. Whoever was in the place of another one is left out."""
-    wanted = {name: name for name in (BASELINE, AGAIN, CANDIDATE) if name in arms}
+    wanted = {name: name for name in _ROLES if name in arms}
     if baseline:
-        wanted |= dict(zip((BASELINE, AGAIN), baseline.split(","), strict=False))
+        names = baseline.split(",")
+        if len(names) > 2:
+            raise SparseetyError(f"--as-baseline {baseline}: one arm, or two that are the same server twice")
+        wanted.pop(AGAIN, None)  # of one arm, its repeats are the noise; never another server's outputs
+        wanted |= dict(zip((BASELINE, AGAIN), names, strict=False))
     if candidate:
         wanted[CANDIDATE] = candidate
     if yardsticks:
         pairs = [text.rpartition("=")[::2] for text in yardsticks]
+        if taken := [name for new, name in pairs if (new or name) in _ROLES]:
+            raise SparseetyError(f"--as-yardstick {taken[0]} needs a name of its own: --as-yardstick NAME={taken[0]}")
         wanted |= {new or name: name for new, name in pairs}
     else:
-        free = [name for name in arms if name not in wanted and name not in wanted.values()]
+        free = [name for name in arms if name not in _ROLES and name not in wanted.values()]
         wanted |= {name: name for name in free}
     if missing := [name for name in wanted.values() if name not in arms]:
         raise SparseetyError(f"no arm {', '.join(missing)} in this run; it has: {', '.join(arms) or 'none'}")
@@ -131,7 +156,9 @@ def settings(pairs: Sequence[str]) -> GateSettings:
     try:
         return msgspec.convert(values, GateSettings, strict=False)
     except msgspec.ValidationError as error:
-        raise SparseetyError(f"--gate: {error}") from None
+        reason, _, name = str(error).partition(" - at `$.")  # Expected `float` < 1.0 - at `$.p0`
+        known = f"; one of: {', '.join(get_args(Precision))}" if name.startswith("dtype") else ""
+        raise SparseetyError(f"--gate{f' {name}'.rstrip(' `')}: {reason.replace('`', '')}{known}") from None
 
 
 def facts(run: Run, arms: dict[str, Arm], needed: Collection[str], broken: str | None = None) -> Facts:

@@ -13,7 +13,7 @@ from verifier.stability import render, store
 from verifier.stability.analysis import analyse
 from verifier.stability.arguments import positive_or_0
 from verifier.stability.conclude import arm_facts, decoder, renamed, settings
-from verifier.stability.differences import first_difference
+from verifier.stability.differences import parting
 from verifier.stability.model import Output
 from verifier.stability.plan import BASELINE, CANDIDATE, Key
 from verifier.stability.result import Analysis, Facts
@@ -37,7 +37,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if not pairs:
         print("no two outputs to compare")
         return 3
-    parted = [(a, b) for a, b in pairs if first_difference(a.ids, b.ids) is not None]
+    parted = [(a, b) for a, b in pairs if parting(a, b) is not None]
     if options.json:
         comparison = analysis.comparison("candidate")
         names = {a.request_id for a, _ in parted}
@@ -57,8 +57,10 @@ def _print(
 ) -> None:
     decode = decoder(options) if options.show_text else None
     if options.prompt is None:
-        print(f"{len(pairs)} pairs: {len(pairs) - len(parted)} equal, {len(parted)} different")
         comparison = analysis.comparison("candidate")
+        print(f"{len(pairs)} pairs: {len(pairs) - len(parted)} equal, {len(parted)} different")
+        if comparison and comparison.unpaired:
+            print(f"{comparison.unpaired} outputs have no counterpart, or it failed: nothing is said of them")
         differences = sorted(comparison.differences, key=lambda d: (d.prompt, d.repeat)) if comparison else []
         for each in differences[:_LISTED]:
             shift = "" if each.shift is None else f"   shift {each.shift:.2f}"

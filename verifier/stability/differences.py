@@ -57,14 +57,25 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     return next(index for index, (a, b) in enumerate(zip_longest(first, second)) if a != b)
 
 
-def positions_at_risk(first: Output, index: int | None) -> int:
+def parting(first: Output, second: Output) -> int | None:
+    """Index of the first difference; None: the same, as far as both go.
+
+    An output that was cut short (another context length, another cap of the server) says nothing of what would follow.
+    """
+    index = first_difference(first.ids, second.ids)
+    if index is not None and any(index == len(o.ids) and o.finish == "length" for o in (first, second)):
+        return None
+    return index
+
+
+def positions_at_risk(first: Output, second: Output, index: int | None) -> int:
     """Token positions at which a pair could have parted, up to where it did."""
-    return len(first.ids) if index is None else index + 1
+    return min(len(first.ids), len(second.ids)) if index is None else index + 1
 
 
 def difference(first: Output, second: Output, band: Band) -> Difference | None:
     """Where a pair parts, and of what kind that is; None: it does not."""
-    index = first_difference(first.ids, second.ids)
+    index = parting(first, second)
     if index is None:
         return None
     a = first.ids[index] if index < len(first.ids) else None

@@ -27,7 +27,9 @@ def _lines(first: Output, second: Output, analysis: Analysis, decode: Decode | N
     names = [f"{words.arm(printable(o.arm))} {printable(o.request_id)} ({len(o.ids)} tokens)" for o in (first, second)]
     head = f"prompt {first.prompt}   {names[0]}   {names[1]}"
     if found is None:
-        yield f"{head}   equal: all {len(first.ids)} tokens"
+        shortest = min(len(first.ids), len(second.ids))
+        cut = len(first.ids) != len(second.ids)
+        yield f"{head}   equal: " + (f"the {shortest} until one was cut short" if cut else f"all {shortest} tokens")
         return
     yield f"{head}   equal: {found.index} tokens, then different"
     if run := next_equal_run(first.ids, second.ids, found.index):
@@ -57,7 +59,7 @@ def _row(output: Output, index: int) -> list[str]:
 
 def _place(output: Output, index: int, other: Output) -> str:
     """What this side thought of the two tokens, and what of the context it had."""
-    said = f"ended after {len(output.ids)} tokens ({output.finish or 'no finish reason'})"
+    said = f"ended after {len(output.ids)} tokens ({printable(output.finish or 'no finish reason')})"
     if index < len(output.ids):
         said = f"token {output.ids[index]}"
         top = output.top[index] if index < len(output.top) else []

@@ -6,8 +6,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import msgspec
@@ -22,6 +22,9 @@ from verifier.stability.store import Arm, ArmWriter, Input, Line
 
 API_KEY = "SPARSEETY_VERIFY_API_KEY"
 _EVENT_BYTES = 8 << 20
+_ANSWER = 60.0  # seconds for a question that is no generation
+_LONGEST_HOLD = 60.0  # seconds
+_SECRET = 4  # characters; shorter ones are in any text
 _IDLE = 2.0  # seconds that a connection is kept for: uvicorn closes it after 5, and then a request would be lost
 _FORCED_ERRORS = 2  # in a row
 _WARM_UP = 4  # requests before the first stage, which are kept apart
@@ -54,6 +57,8 @@ class Budget:
     failed: int = 0  # in a row
     stopped: str | None = None
     _next: float = field(default=0.0)
+    _held: float = field(default=0.0)
+    _given_up: bool = field(default=False)
 
     async def turn(self) -> bool:
         """Wait for the next request's turn; False: there is none."""
@@ -66,22 +71,48 @@ class Budget:
             now = time.monotonic()
             self._next = max(self._next, now) + 1 / self.limits.per_second
             await asyncio.sleep(self._next - 1 / self.limits.per_second - now)
-        return self.stopped is None
+        await asyncio.sleep(max(0.0, self._held - time.monotonic()))
+        return not self._given_up  # a limit that was reached meanwhile counts this one in
+
+    def hold(self, seconds: float) -> None:
+        """Begin nothing for so long: the server asked for it."""
+        self._held = max(self._held, time.monotonic() + min(seconds, _LONGEST_HOLD))
 
     def result(self, error: str | None) -> None:
         self.failed = 0 if error is None else self.failed + 1
         if error is not None and self.failed >= self.limits.errors:
+            self._given_up = True
             self.stopped = f"{self.failed} requests in a row failed, the last with: {error}"
+
+
+class _Card(msgspec.Struct):
+    """Of a model, in /v1/models."""
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card] = []
+
+
+class _Version(msgspec.Struct):
+    version: str | None = None
+
+
+_T = TypeVar("_T")
 
 
 class Server:
     """One server that requests of a run go to."""
 
     def __init__(self, url: str, limits: Limits) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SparseetyError(f'"{url}" is not a URL; example: http://127.0.0.1:9000')
+        parts = _parts(url)
         key = os.environ.get(API_KEY)
+        if key and not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise SparseetyError(f"{API_KEY} holds characters that no key has: is there a line end in it?")
+        self._secrets = [secret for secret in (key, parts.password) if secret and len(secret) >= _SECRET]
         self.url = url.rstrip("/").removesuffix("/v1")
         host = parts.netloc.rpartition("@")[2]
         self.shown = f"{parts.scheme}://{host}{urlsplit(self.url).path}"
@@ -100,17 +131,24 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
+    def told(self, reason: object) -> str:
+        """Its words, less what opens it: some servers quote the key that they refuse."""
+        said = str(reason)
+        for secret in self._secrets:
+            said = said.replace(secret, "***")
+        return said
+
     async def identity(self, arm: str, model: str | None, plan: Plan) -> Fingerprint:
         """Who answers there. Raises SparseetyError where nobody does, or the model is not served."""
-        cards = (await self._get("/v1/models")).get("data") or []
-        names = [card.get("id") for card in cards]
+        cards = (await self._get("/v1/models", _Models)).data
+        names = [card.id for card in cards]
         if model is not None and model not in names:
-            raise SparseetyError(f'{self.shown} serves no model "{model}"; it serves: {", ".join(map(str, names))}')
+            raise SparseetyError(f'{self.shown} serves no model "{model}"; it serves: {", ".join(names)}')
         if not names:
             raise SparseetyError(f"{self.shown} serves no model")
         card = cards[names.index(model) if model is not None else 0]
         try:
-            version = (await self._get("/version")).get("version")
+            version = (await self._get("/version", _Version)).version
         except SparseetyError:
             version = None  # not vLLM
         return Fingerprint(
@@ -118,9 +156,9 @@ class Server:
             ts=round(time.time(), 3),
             url=self.shown,
             version=version,
-            model=card["id"],
-            root=card.get("root"),
-            max_model_len=card.get("max_model_len"),
+            model=card.id,
+            root=card.root,
+            max_model_len=card.max_model_len,
             parameters=parameters(plan),
         )
 
@@ -132,15 +170,18 @@ class Server:
             return b""
         return reply.content if reply.status_code == 200 else b""
 
-    async def _get(self, path: str) -> dict[str, Any]:
+    async def _get(self, path: str, kind: type[_T]) -> _T:
         try:
-            reply = await self._client.get(path)
+            async with asyncio.timeout(min(self._seconds, _ANSWER)):
+                reply = await self._client.get(path)
             if reply.status_code != 200:
-                raise SparseetyError(f"{self.shown}{path}: {refusal(reply.status_code, reply.content)}")
-            return msgspec.json.decode(reply.content, type=dict[str, Any])
+                raise SparseetyError(f"{self.shown}{path}: {self.told(refusal(reply.status_code, reply.content))}")
+            return msgspec.json.decode(reply.content, type=kind)
+        except TimeoutError:
+            raise SparseetyError(f"{self.shown}{path}: no answer within {min(self._seconds, _ANSWER):g} s") from None
         except httpx.HTTPError as error:
             raise SparseetyError(f"{self.shown} does not answer: {_words(error)}") from None
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             raise SparseetyError(f"{self.shown}{path}: not the reply of an OpenAI-compatible server") from None
 
     async def stream(self, path: str, content: dict[str, Any], request_id: str, reply: StreamReply) -> None:
@@ -152,7 +193,7 @@ class Server:
                 self._client.stream("POST", path, json=content, headers={"X-Request-Id": request_id}) as response,
             ):
                 if response.status_code != 200:
-                    raise BadReply(refusal(response.status_code, await response.aread()))
+                    raise BadReply(refusal(response.status_code, await response.aread()), _wait(response.headers))
                 async for data in response.aiter_bytes():
                     now = time.monotonic()
                     for event in splitter.feed(data):
@@ -237,7 +278,7 @@ class Driver:
             try:
                 top = forced_top(await self._server.whole(path, content, request_id), len(output.ids))
             except BadReply as reason:
-                error = str(reason)
+                error = self._server.told(reason)
             forced = Forced(
                 arm=arm.name, prompt=output.prompt, reference=output.request_id, ids=output.ids, top=top, error=error
             )
@@ -248,7 +289,8 @@ class Driver:
 
     async def _one(self, job: Job, arm: Arm, writer: ArmWriter) -> Output:
         plan = self._plan
-        request_id = job.request_id(plan, arm.attempts.get(job.key, 0))
+        goes_on = arm.fingerprint is not None  # as it was read: an earlier process began it
+        request_id = job.request_id(plan, self._session if goes_on else "")
         prompt = self._prompts[job.key.prompt]
         path, content = body(prompt, self._model, plan.max_tokens, plan.top, salt(plan, job, request_id))
         reply = StreamReply()
@@ -272,7 +314,8 @@ class Driver:
         try:
             await self._server.stream(path, content, request_id, reply)
         except BadReply as reason:
-            error = str(reason)
+            error = self._server.told(reason)
+            self._budget.hold(reason.wait)
         self._budget.result(error)
         return error
 
@@ -292,6 +335,24 @@ class Driver:
         await asyncio.gather(*(worker() for _ in range(load)))
         if stopped:
             raise stopped[0]
+
+
+def _wait(headers: httpx.Headers) -> float:
+    """Seconds that a refusal asks to wait for (`Retry-After`; as a date it is not heeded)."""
+    value = headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() else 0.0
+
+
+def _parts(url: str) -> SplitResult:
+    """Raises SparseetyError."""
+    try:
+        parts = urlsplit(url)
+        httpx.URL(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query:
+            return parts
+    except (ValueError, httpx.InvalidURL):
+        pass
+    raise SparseetyError(f'"{url}" is not a URL of a server; example: http://127.0.0.1:9000')
 
 
 def _words(error: httpx.HTTPError) -> str:

@@ -83,8 +83,7 @@ def same_model(evidence: Evidence, settings: GateSettings) -> tuple[Decision, li
         return "inconclusive", [broken], None
     assert evidence.candidate is not None
     hard = evidence.candidate.hard_prompts()
-    order = [prompt for prompt in evidence.order if prompt in hard]
-    order += [prompt for prompt in hard if prompt not in set(order)]
+    order = list(dict.fromkeys([*(prompt for prompt in evidence.order if prompt in hard), *hard]))
     test = sprt((hard[prompt] for prompt in order), settings)
     said = f"{test.hard} of {test.prompts} prompts have a hard first difference"
     if test.prompts < len(order):

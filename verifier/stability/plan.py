@@ -51,10 +51,13 @@ class Job(NamedTuple):
     key: Key
     load: int
 
-    def request_id(self, plan: Plan, attempt: int) -> str:
-        """Unlike all others, or the logs could not tell two attempts apart."""
+    def request_id(self, plan: Plan, session: str = "") -> str:
+        """Unlike all others, or the logs could not tell two attempts apart, and a cold one would find its own prefix.
+
+        session: of a run that goes on. What its predecessor had under way when it was killed was sent, and not kept.
+        """
         prompt, repeat, cache = self.key
-        again = f"-again{attempt}" if attempt else ""
+        again = f"-again{session}" if session else ""
         return f"{plan.name}-{self.arm}-p{prompt}-r{repeat}-{cache}{again}"
 
 

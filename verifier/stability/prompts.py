@@ -50,11 +50,16 @@ def load(path: Path | None) -> list[Prompt]:
 
 def parse(data: bytes, name: str) -> list[Prompt]:
     prompts: list[Prompt] = []
+    lines: dict[bytes, int] = {}
     contexts: dict[str, str] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
             try:
-                _take(msgspec.json.decode(line, type=_Line), prompts, contexts)
+                if prompt := _prompt(msgspec.json.decode(line, type=_Line), contexts):
+                    first = lines.setdefault(_said(prompt), number)
+                    if first != number:  # it would count as evidence of its own, which it is not
+                        raise ValueError(f"the same prompt as in line {first}; repeats are asked for with -n")
+                    prompts.append(prompt)
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
                 raise SparseetyError(f"{name}:{number}: {error}") from None
     if not prompts:
@@ -62,12 +67,17 @@ def parse(data: bytes, name: str) -> list[Prompt]:
     return prompts
 
 
-def _take(line: _Line, prompts: list[Prompt], contexts: dict[str, str]) -> None:
+def _said(prompt: Prompt) -> bytes:
+    return msgspec.json.encode((prompt.messages, prompt.prompt))
+
+
+def _prompt(line: _Line, contexts: dict[str, str]) -> Prompt | None:
+    """None: it gives a context."""
     if line.text is not None:
         if line.context is None or line.messages or line.prompt:
             raise ValueError('"text" needs a "context" that names it, and nothing else')
         contexts[line.context] = line.text
-        return
+        return None
     if (line.messages is None) == (line.prompt is None):
         raise ValueError('it needs either "messages" or "prompt"')
     if line.messages == [] or line.prompt == "":
@@ -77,7 +87,7 @@ def _take(line: _Line, prompts: list[Prompt], contexts: dict[str, str]) -> None:
         if line.context not in contexts:
             raise ValueError(f'no line before it gives the text of the context "{line.context}"')
         before = contexts[line.context] + "\n\n"
-    prompts.append(_with(before, line))
+    return _with(before, line)
 
 
 def _with(before: str, line: _Line) -> Prompt:

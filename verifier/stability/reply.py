@@ -1,21 +1,61 @@
 """What the server says to one request of a run. Pure: bytes and times in, ids and log probabilities out."""
 
 import hashlib
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from sparseety.sse import SseEvent, read_fields
+from verifier.output import printable
 from verifier.stability.model import Output, Top
 from verifier.stability.plan import Job
 
 _ID = "token_id:"  # how vLLM spells a token under return_tokens_as_token_ids
 DONE = b"[DONE]"
-_TEXT = ("reasoning", "reasoning_content", "content", "text")  # keys of what a client sees
 
 
 class BadReply(Exception):
-    """The reply is none that can be used; the words say why."""
+    """The reply is none that can be used; the words say why. wait: seconds for which the server asks to be spared."""
+
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+_IDS = 1 << 31  # more than any vocabulary has
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=_IDS)]
+
+# What is read of an event. Typed, since whatever passes here is kept, and must be read again.
+
+
+class _Delta(msgspec.Struct):
+    """What a client sees."""
+
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+    token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[_TokenId] | None = None
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    id: str | None = None
+    error: Any = None
+    usage: _Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class StreamReply:
@@ -44,36 +84,35 @@ class StreamReply:
             self.done = True
             return
         try:
-            body = msgspec.json.decode(data)
-            self._take(body, at)
+            self._take(msgspec.json.decode(data, type=_Event), at)
         except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadReply(f"an event that is not understood ({type(error).__name__})") from None
 
-    def _take(self, body: dict[str, Any], at: float) -> None:
-        if error := body.get("error"):
-            raise BadReply(f"the server reports an error: {_message(error)}")
-        self.response_id = self.response_id or body.get("id")
-        if usage := body.get("usage"):
-            self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-            self.tokens = usage.get("completion_tokens", self.tokens)
-        if body.get("prompt_token_ids") is not None:
-            self.prompt_ids = body["prompt_token_ids"]
-        for choice in body["choices"]:
-            if choice.get("prompt_token_ids") is not None:
-                self.prompt_ids = choice["prompt_token_ids"]
+    def _take(self, event: _Event, at: float) -> None:
+        if event.error:
+            raise BadReply(f"the server reports an error: {_message(event.error)}")
+        if event.choices is None:
+            raise ValueError("no choices")
+        self.response_id = self.response_id or event.id
+        if event.usage:
+            self.prompt_tokens = _known(event.usage.prompt_tokens, self.prompt_tokens)
+            self.tokens = _known(event.usage.completion_tokens, self.tokens)
+        self.prompt_ids = _known(event.prompt_token_ids, self.prompt_ids)
+        for choice in event.choices:
+            self.prompt_ids = _known(choice.prompt_token_ids, self.prompt_ids)
             self._ids(choice, at)
-            self.finish = choice.get("finish_reason") or self.finish
-            delta = choice.get("delta") or choice
-            self.text += [delta[name] for name in _TEXT if delta.get(name)]
+            self.finish = choice.finish_reason or self.finish
+            delta = choice.delta or _Delta()
+            seen = (delta.reasoning, delta.reasoning_content, delta.content, choice.text)
+            self.text += [text for text in seen if text]
 
-    def _ids(self, choice: dict[str, Any], at: float) -> None:
-        ids = choice.get("token_ids") or []
-        if not ids:
+    def _ids(self, choice: _Choice, at: float) -> None:
+        if not choice.token_ids:
             return
         self.first = at if self.first is None else self.first
         self.last = at
-        self.ids += ids
-        self.top += alternatives(choice.get("logprobs"))
+        self.ids += choice.token_ids
+        self.top += alternatives(choice.logprobs)
 
     def closed(self) -> None:
         """The stream has ended. Raises BadReply where it is not whole."""
@@ -109,27 +148,49 @@ class StreamReply:
         )
 
 
+_Any = TypeVar("_Any")
+
+
+def _known(value: _Any | None, before: _Any | None) -> _Any | None:
+    return before if value is None else value
+
+
 def ids_sha256(ids: list[int]) -> str:
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
 
 
 def alternatives(logprobs: Any) -> list[Top]:
-    """Of each token of an event: chat lists them, completions has an object by token."""
+    """Of each token of an event: chat lists them, completions has an object by token.
+
+    The token that was taken is among them, though a server need not count it among the likeliest ones.
+    """
     if not logprobs:
         return []
     if "content" in logprobs:
-        return [_best((a["token"], a["logprob"]) for a in entry["top_logprobs"]) for entry in logprobs["content"] or []]
-    return [_best((entry or {}).items()) for entry in logprobs.get("top_logprobs") or []]
+        return [_best([*entry["top_logprobs"], entry]) for entry in logprobs["content"] or []]
+    taken = zip(logprobs.get("tokens") or [], logprobs.get("token_logprobs") or [], strict=True)
+    tops = [[_named(*pair) for pair in (entry or {}).items()] for entry in logprobs.get("top_logprobs") or []]
+    for top, pair in zip(tops, taken, strict=False):
+        top.append(_named(*pair))
+    return [_best(top) for top in tops]
 
 
-def _best(pairs: Any) -> Top:
-    return sorted(((_id(token), round(logprob, 6)) for token, logprob in pairs), key=lambda pair: -pair[1])
+def _named(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob}
+
+
+def _best(entries: list[dict[str, Any]]) -> Top:
+    known = {_id(entry["token"]): round(entry["logprob"], 6) for entry in reversed(entries)}
+    return sorted(known.items(), key=lambda pair: -pair[1])
 
 
 def _id(token: str) -> int:
     if not token.startswith(_ID):
-        raise ValueError("the server spells tokens as text (return_tokens_as_token_ids is not known to it)")
-    return int(token[len(_ID) :])
+        raise BadReply("the server spells tokens as text (return_tokens_as_token_ids is not known to it)")
+    id_ = int(token[len(_ID) :])
+    if not 0 <= id_ < _IDS:
+        raise ValueError("no token id")
+    return id_
 
 
 def forced_top(data: bytes, count: int) -> list[Top]:
@@ -158,4 +219,4 @@ def refusal(status: int, body: bytes) -> str:
 
 def _message(error: Any) -> str:
     said = error.get("message") if isinstance(error, dict) else error
-    return " ".join(str(said or "no words")[:200].split())
+    return printable(" ".join(str(said or "no words")[:200].split()))

@@ -1,8 +1,9 @@
 """What the statistics of a stability run come to: plain structures, and so JSON. No text of any model."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 SCHEMA = 1  # rises with any change of these structures that a reader can notice
 
@@ -13,33 +14,47 @@ Kind = Literal["EXACT_TIE", "NEAR_TIE", "HARD", "LENGTH", "UNKNOWN"]
 CauseName = Literal["sampling path", "KV loss", "batch", "numeric path", "unknown"]
 Reading = Literal["less", "as much", "more", "not told apart"]
 
+Count = Annotated[int, Meta(ge=1)]
+Logit = Annotated[float, Meta(ge=1, le=1e6)]
+Error = Annotated[float, Meta(gt=0, lt=0.5)]
+Risk = Annotated[float, Meta(gt=0, lt=1)]
+Part = Annotated[float, Meta(ge=0, le=1)]
+Times = Annotated[float, Meta(ge=1, le=1000)]
+Precision = Literal["bfloat16", "float16", "float32", "float64"]
+
 EXIT_CODES: dict[Decision, int] = {"accept": 0, "reject": 1, "inconclusive": 3}
 
 
 class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What may be set. Rates are per prompt, shares in 0..1, confidence is that of all intervals."""
 
-    p0: float = 0.02  # share of prompts with a hard first difference that is still the same model
-    p1: float = 0.06  # ... that is another one
-    alpha: float = 0.05  # a same model is rejected at most this often
-    beta: float = 0.05  # another model is accepted at most this often
-    truncate: int = 600  # prompts after which the sequential test ends by the Wilson bound
-    confidence: float = 0.95
-    budget: int | None = None  # positions that the candidate's attention keeps; None: no budget to exceed
-    min_beyond_budget: float = 0.5  # share of generated tokens whose context must exceed it
-    max_failed: float = 0.02  # share of planned requests that may have failed or be missing
-    dtype: str | None = None  # what the arms compute in; None: as the run's facts say, else bfloat16 is assumed
-    largest_logit: float = 32.0  # of the model, for one unit in its last place; log probabilities do not show it
-    noise_differences: int = 200  # first differences of the noise arm from which on it gives the tie band
-    soft_ratio: float = 1.5  # hazard of ties in units of the noise arm's, beyond which there is a warning
-    hard_rate: float | None = 0.06  # bounded-change without a yardstick: at most; None: not asked
-    hazard_ratio: float | None = 1.5  # bounded-change: first differences a token in units of the yardstick's or noise's
-    forced_disagreement: float | None = 0.03  # bounded-change without a yardstick: share of positions, teacher-forced
-    hard_margin: float = 0.04  # bounded-change with a yardstick: its hard rate may be exceeded by this
-    forced_ratio: float | None = 1.5  # bounded-change with a yardstick: its disagreement, times this
+    p0: Risk = 0.02  # share of prompts with a hard first difference that is still the same model
+    p1: Risk = 0.06  # ... that is another one
+    alpha: Error = 0.05  # a same model is rejected at most this often
+    beta: Error = 0.05  # another model is accepted at most this often
+    truncate: Count = 600  # prompts after which the sequential test ends by the Wilson bound
+    confidence: Risk = 0.95
+    budget: Count | None = None  # positions that the candidate's attention keeps; None: no budget to exceed
+    min_beyond_budget: Part = 0.5  # share of generated tokens whose context must exceed it
+    max_failed: Part = 0.02  # share of planned requests that may have failed or be missing
+    dtype: Precision | None = None  # what the arms compute in; None: as the run's facts say, else bfloat16 is assumed
+    largest_logit: Logit = 32.0  # of the model, for one unit in its last place; log probabilities do not show it
+    noise_differences: Count = 200  # first differences of the noise arm from which on it gives the tie band
+    soft_ratio: Annotated[float, Meta(gt=1, le=1000)] = (
+        1.5  # hazard of ties in units of the noise arm's, beyond which there is a warning
+    )
+    hard_rate: Risk | None = 0.06  # bounded-change without a yardstick: at most; None: not asked
+    hazard_ratio: Times | None = 1.5  # bounded-change: first differences a token in units of the yardstick's or noise's
+    forced_disagreement: Risk | None = 0.03  # bounded-change without a yardstick: share of positions, teacher-forced
+    hard_margin: Part = 0.04  # bounded-change with a yardstick: its hard rate may be exceeded by this
+    forced_ratio: Times | None = 1.5  # bounded-change with a yardstick: its disagreement, times this
     yardstick: str | None = None  # the arm that bounded-change measures by; None: the only one there is, else bounds
     seed: int = 0  # of the resampling of prompts
-    resamples: int = 2000
+    resamples: Annotated[int, Meta(ge=100)] = 2000
+
+    def __post_init__(self) -> None:
+        if self.p0 >= self.p1:
+            raise ValueError(f"p0 ({self.p0:g}) must be below p1 ({self.p1:g})")
 
 
 class ArmFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from sparseety.errors import SparseetyError
 from verifier.stability import prompts as prompt_files
 from verifier.stability import render, store
 from verifier.stability.analysis import analyse
-from verifier.stability.arguments import caches, gate, limits, numbers, outputs, positive, witnesses
-from verifier.stability.conclude import facts, settings, witness, write_files
+from verifier.stability.arguments import at_least_2, caches, gate, limits, numbers, outputs, positive, witnesses
+from verifier.stability.conclude import facts, ready, settings, witness, write_files
 from verifier.stability.drive import Stopped
 from verifier.stability.plan import BASELINE, Plan
 from verifier.stability.progress import StageProgress
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=numbers, default=[1], metavar="N,...", help="(default 1)")
     parser.add_argument("--cache", type=caches, default=["cold"], metavar="cold,warm", help="(default cold)")
     parser.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="of each output (default 256)")
-    parser.add_argument("--top-logprobs", type=positive, default=5, metavar="N", help="(default 5)")
+    parser.add_argument("--top-logprobs", type=at_least_2, default=5, metavar="N", help="(default 5)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the run there (default: it is not kept)")
     limits(parser)
     witnesses(parser)
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    ready(options)
     if options.out:
         return _in(options.out, options)
     with tempfile.TemporaryDirectory(prefix="stability-") as folder:
@@ -99,7 +100,7 @@ def exit_code(analysis: Analysis, bitwise: bool) -> int:
         return 3
     if found.hard_forks or (bitwise and found.trees):
         return 1
-    return 3 if found.unknown_forks else 0
+    return 3 if found.unknown_forks or not analysis.valid else 0  # too many failed, or a stream was not right
 
 
 def _prompt(options: argparse.Namespace) -> Prompt:

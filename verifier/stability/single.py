@@ -45,7 +45,7 @@ def _lines(
         )
     yield from columns(rows)
     for n, same in enumerate(groups, 1):
-        finish = same[0].finish or "no finish reason"
+        finish = printable(same[0].finish or "no finish reason")
         shown = printable(decode(same[0].ids)[:_SHOWN]) if decode else "text hidden (--show-text shows it)"
         yield f"  #{n}  {len(same)} times  {len(same[0].ids)} tokens  {finish}   {shown}"
     trees = [tree for each in analysis.repeats if each.arm == arm for tree in each.trees if tree.prompt == prompt]

@@ -15,7 +15,7 @@ import msgspec
 
 from sparseety.errors import SparseetyError
 from verifier.stability import prompts as prompt_files
-from verifier.stability.model import Fingerprint, Forced, Output, Served
+from verifier.stability.model import Fingerprint, Forced, Output, Served, Tops
 from verifier.stability.plan import FORMAT_VERSION, Key, Plan, same_or_say
 from verifier.stability.prompts import Prompt
 
@@ -70,13 +70,11 @@ class Arm:
     inputs: dict[int, list[int]] = field(default_factory=dict)  # by prompt
     fingerprint: Fingerprint | None = None
     rounds: list[Round] = field(default_factory=list)
-    attempts: dict[Key, int] = field(default_factory=dict)  # how often it was asked for so far
 
     def take(self, line: Line) -> None:
         if line.output is not None:
             key = Key(line.output.prompt, line.output.repeat, line.output.cache)
-            self.outputs[key] = line.output
-            self.attempts[key] = self.attempts.get(key, 0) + 1
+            self.outputs[key] = msgspec.structs.replace(line.output, top=Tops(line.output.top))
         elif line.forced is not None:
             self.forced[line.forced.reference] = line.forced
         elif line.input is not None:
@@ -108,17 +106,26 @@ class Run:
 def begin(folder: Path, plan: Plan, prompts: list[Prompt]) -> Plan:
     """Make the folder, or go on in it. Returns the plan under which the run was begun. Raises SparseetyError."""
     try:
-        if (folder / _PLAN).exists():
-            stored = _plan(folder)
-            same_or_say(stored, plan)
-            return stored
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise SparseetyError(f"{folder} is not empty, and holds no run")
-        _write(folder / _PROMPTS, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
-        _write(folder / _PLAN, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")  # last: with it, it is a run
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # two processes may begin the arms of one run at the same moment
+            return _begin(folder, plan, prompts)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise SparseetyError(f"{folder}: {error.strerror}") from None
+
+
+def _begin(folder: Path, plan: Plan, prompts: list[Prompt]) -> Plan:
+    if (folder / _PLAN).exists():
+        stored = _plan(folder)
+        same_or_say(stored, plan)
+        return stored
+    if any(path.name not in (_PROMPTS, f"{_PROMPTS}.new", f"{_PLAN}.new") for path in folder.iterdir()):
+        raise SparseetyError(f"{folder} is not empty, and holds no run")
+    _write(folder / _PROMPTS, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts))
+    _write(folder / _PLAN, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")  # last: with it, it is a run
     return plan
 
 
@@ -140,20 +147,27 @@ class ArmWriter:
 
     def __init__(self, folder: Path, name: str) -> None:
         """Raises SparseetyError where another process writes it."""
-        path = folder / f"{name}.jsonl"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._path = folder / f"{name}.jsonl"
         try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            content = self._path.read_bytes()
+            os.ftruncate(self._file, content.rfind(b"\n") + 1)
         except BlockingIOError:
             os.close(self._file)
-            raise SparseetyError(f"{path}: another process is running this arm") from None
-        content = path.read_bytes()
-        os.ftruncate(self._file, content.rfind(b"\n") + 1)
+            raise SparseetyError(f"{self._path}: another process is running this arm") from None
+        except OSError as error:
+            raise SparseetyError(f"{self._path}: {error.strerror}") from None
 
     def write(self, line: Line) -> None:
+        """Raises SparseetyError."""
         data = memoryview(msgspec.json.encode(line) + b"\n")
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            said = "what came before is kept, and the same command goes on"
+            raise SparseetyError(f"{self._path}: {error.strerror}; {said}") from None
 
     def close(self) -> None:
         os.close(self._file)
@@ -203,7 +217,7 @@ def _decoded(path: Path, kind: type[_T]) -> _T:
 
 def _write(path: Path, data: bytes) -> None:
     """Wholly or not at all."""
-    temporary = path.with_suffix(".new")
+    temporary = path.with_name(f"{path.name}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

@@ -92,6 +92,9 @@ def _table(analysis: Analysis) -> Iterator[str]:
 
 
 def _forced(forced: ForcedResult) -> str:
+    if not forced.positions:
+        said = f"none of {numbered(forced.failed, 'request')} was answered; the server must know prompt_logprobs"
+        return f"  teacher-forced {words.arm(forced.arm)} ({forced.path}): {said}"
     disagree = forced.disagree
     limits = (
         "" if disagree.low is None or disagree.high is None else f" ({words.interval(disagree.low, disagree.high)})"
