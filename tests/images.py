@@ -31,6 +31,8 @@ mount --make-rprivate /
 mount -t overlay overlay -o "lowerdir=$LOWER,upperdir=$UPPER,workdir=$WORK" "$TREE"
 mount --rbind /dev "$TREE/dev"
 mount -t proc proc "$TREE/proc"
+mount --bind /sys "$TREE/sys"
+mount -o remount,ro,bind "$TREE/sys"
 while read -r source target mode; do
   [ "$source" ] || continue
   [ -e "$TREE$target" ] || mkdir -p "$TREE$target"
