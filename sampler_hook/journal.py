@@ -132,7 +132,9 @@ class Journal:
     def leave(self, reason: str, requests: list[int] | None = None) -> None:
         """Say that nothing more is recorded of these requests; None: of any that is open now."""
         if requests is None or requests:
-            self._put(Gap(ts=self._clock(), reason=reason, count=len(requests or [0]), requests=requests or []))
+            # Not by _put, whose fault may be the reason.
+            self.writer.put(Gap(ts=self._clock(), reason=reason, count=len(requests or [0]), requests=requests or []))
+            self._kinds["gap"] += 1
 
     def close(self) -> None:
         if self._pid == os.getpid():
