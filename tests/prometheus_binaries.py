@@ -6,23 +6,26 @@ from pathlib import Path
 
 import pytest
 
+_GIVEN = os.environ.get("SPARSEETY_TEST_PROMETHEUS")
+_FOLDER = Path(_GIVEN).absolute() if _GIVEN else None  # now: tests change the working directory
+
+
+def _folder() -> Path:
+    if _FOLDER is None:
+        pytest.skip("SPARSEETY_TEST_PROMETHEUS is not set")
+    return _FOLDER
+
 
 def binary(name: str) -> str:
-    folder = os.environ.get("SPARSEETY_TEST_PROMETHEUS")
-    if not folder:
-        pytest.skip("SPARSEETY_TEST_PROMETHEUS is not set")
-    path = Path(folder).absolute() / "bin" / name
+    path = _folder() / "bin" / name
     if not path.exists():
-        pytest.fail(f"{path} is not there; deploy/prometheus/install.sh {folder} makes it")
+        pytest.fail(f"{path} is not there; deploy/prometheus/install.sh {_GIVEN} makes it")
     return str(path)
 
 
 def folder_of_npm() -> Path:
     """Where tests/grafana/package.json is installed."""
-    prometheus = os.environ.get("SPARSEETY_TEST_PROMETHEUS")
-    if not prometheus:
-        pytest.skip("SPARSEETY_TEST_PROMETHEUS is not set")
-    folder = Path(prometheus).absolute() / "grafana"
+    folder = _folder() / "grafana"
     if not (folder / "node_modules").is_dir():
         pytest.skip("Grafana's types are not installed: no npm")
     return folder

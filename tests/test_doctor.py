@@ -426,10 +426,12 @@ def test_a_real_prometheus_with_the_shipped_configuration_has_the_colon_back(tmp
         with part("Prometheus", command, tmp_path / "prometheus.txt") as running:
             wait_for(running, port, "/-/ready", 60)
             deadline = time.monotonic() + 30
-            while run(capsys, *asked)[1].get("prometheus.names") is None:
+            code, checks = run(capsys, *asked)
+            # Until each target was scraped, and what was scraped can be asked for.
+            while "prometheus.names" not in checks or checks["prometheus.targets"][0] == "unknown":
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            code, checks = run(capsys, *asked)
+                code, checks = run(capsys, *asked)
     assert checks["upstream.metrics"][0] == "warn"  # a Prometheus 2 is warned of, whether or not it is the one
     assert {name: check for name, check in checks.items() if name.startswith("prometheus.") and check[0] != "ok"} == {}
     assert code == 0
