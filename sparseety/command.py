@@ -1,5 +1,6 @@
-"""What all command lines share: how an error, an interrupt and a bug end them."""
+"""What all command lines share: some types of arguments, and how an error, an interrupt and a bug end them."""
 
+import argparse
 import contextlib
 import errno
 import os
@@ -7,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from io import TextIOWrapper
+from pathlib import Path
 
 from sparseety.errors import SparseetyError
 
@@ -42,6 +44,20 @@ def run_command(main: Callable[[], int]) -> int:
         return INTERRUPTED
     except Exception:  # noqa: BLE001 -- the outermost boundary of a program
         return _bug()
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def named_path(text: str) -> tuple[str, Path]:
+    name, equals, path = text.rpartition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f'"{text}" is not NAME=PATH')
+    return name, Path(path)
 
 
 def _shown(error: SparseetyError) -> str:

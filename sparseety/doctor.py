@@ -16,7 +16,7 @@ from pathlib import Path
 import sparseety
 from sparseety import log_checks, scrape_checks
 from sparseety.checks import GROUP, Part, Result, Status, Subject, fail, ok, unknown, warn
-from sparseety.command import run_command
+from sparseety.command import named_path, run_command
 
 UPSTREAM = "http://127.0.0.1:8000"  # vLLM's own default
 AREAS = ("environment", "logs", "upstream", "prometheus", "proxy", "plugin", "verifier")
@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prometheus", type=_url, metavar="URL", help="Prometheus (default: not asked)")
     add("--tokenizer", action="append", type=Path, metavar="PATH", help="as for verify-tokens")
-    add("--model-map", action="append", type=_named, default=[], metavar="NAME=PATH", help="as for verify-tokens")
+    add("--model-map", action="append", type=named_path, default=[], metavar="NAME=PATH", help="as for verify-tokens")
     add("--only", action="append", choices=AREAS, metavar="AREA", help=f"of {', '.join(AREAS)}; may be repeated")
     add("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for each answer (default 5)")
     add("--json", action="store_true", help="one JSON object")
@@ -214,13 +214,6 @@ def _server(text: str) -> str:
     if not re.fullmatch(r"https?://[^/]+/?", _url(text)):
         raise argparse.ArgumentTypeError(f'"{text}" has a path; give scheme, host and port')
     return text
-
-
-def _named(text: str) -> tuple[str, Path]:
-    name, equals, path = text.rpartition("=")
-    if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f'"{text}" is not NAME=PATH')
-    return name, Path(path)
 
 
 def _seconds(text: str) -> float:

@@ -2,12 +2,12 @@
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 from sparseety.metrics import Metric
+from tests.in_thread import served
 
 _OPEN = {"layer": ("0", "1"), "expert": ("0", "1"), "engine": ("0",), "model_name": ("m",)}
 
@@ -34,15 +34,8 @@ def exporter(*metrics: Metric) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as address:
+        yield address
 
 
 def _lines(metric: Metric, seconds: float) -> Iterator[str]:

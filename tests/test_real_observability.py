@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 
 import proxy.catalogue
 from tests import programs
+from tests.in_thread import served
 from tests.prometheus_binaries import binary
 from tests.prometheus_server import Prometheus, free_port, panel_queries, prometheus, until
 from tests.tiny_models import LAYERS
@@ -192,15 +193,8 @@ def textfile(folder: Path) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(partial(Handler, directory=str(folder))) as address:
+        yield address
 
 
 def batch_run(logs: Path, file: Path) -> None:

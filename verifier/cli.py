@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import sparseety
-from sparseety.command import run_command
+from sparseety.command import named_path, positive, run_command
 from sparseety.errors import SparseetyError
 from sparseety.logreader import find_logs
 from verifier import explain, exports, output
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         help="share of ended, in-scope requests that must be judged for exit code 0 (default 1.0)",
     )
     parser.add_argument(
-        "--jobs", type=_positive, metavar="N", help="processes to read and judge with (default: as many as CPUs)"
+        "--jobs", type=positive, metavar="N", help="processes to read and judge with (default: as many as CPUs)"
     )
     watch = parser.add_argument_group("following logs that grow")
     watch.add_argument(
@@ -252,7 +252,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-map",
         action="append",
-        type=_named_path,
+        type=named_path,
         default=[],
         metavar="NAME=PATH",
         help="the tokenizer of one model; may be given several times",
@@ -277,20 +277,6 @@ def _choosing(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="only this request: the id in the reply, the proxy's UUID or X-Request-Id; may be given several times",
     )
-
-
-def _named_path(text: str) -> tuple[str, Path]:
-    name, equals, path = text.rpartition("=")
-    if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f'"{text}" is not NAME=PATH')
-    return name, Path(path)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def _share(text: str) -> float:

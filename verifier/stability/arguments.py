@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args
 
+from sparseety.command import positive
 from verifier.stability.drive import Limits
 from verifier.stability.plan import Cache
 from verifier.stability.result import Contract
@@ -90,13 +91,6 @@ def outputs(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--html", type=Path, metavar="FILE", help="one page that needs nothing else")
     group.add_argument("--show-text", action="store_true", help="show the text of outputs")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress")
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def above_0(text: str) -> float:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparseety.command import run_command
+from sparseety.command import positive, run_command
 from sparseety.errors import SparseetyError
 from verifier.output import printable
 from verifier.stability import overhead, same_prompt, store
@@ -21,7 +21,6 @@ from verifier.stability.arguments import (
     named_url,
     numbers,
     outputs,
-    positive,
     positive_or_0,
     roles,
     witnesses,

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from sparseety.command import positive
 from sparseety.errors import SparseetyError
 from verifier.stability import prompts as prompt_files
 from verifier.stability import store
-from verifier.stability.arguments import limits, positive
+from verifier.stability.arguments import limits
 from verifier.stability.cost import arm_result
 from verifier.stability.drive import Budget, Driver, Server, Stopped
 from verifier.stability.intervals import median_limits

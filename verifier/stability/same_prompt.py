@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparseety.command import positive
 from sparseety.errors import SparseetyError
 from verifier.stability import prompts as prompt_files
 from verifier.stability import render, store
 from verifier.stability.analysis import analyse
-from verifier.stability.arguments import at_least_2, caches, gate, limits, numbers, outputs, positive, witnesses
+from verifier.stability.arguments import at_least_2, caches, gate, limits, numbers, outputs, witnesses
 from verifier.stability.conclude import facts, ready, settings, witness, write_files
 from verifier.stability.drive import Stopped
 from verifier.stability.plan import BASELINE, Plan

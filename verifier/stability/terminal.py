@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from verifier.findings import numbered
 from verifier.output import printable
 from verifier.stability import words
-from verifier.stability.result import Analysis, ArmResult, Check, Comparison, ForcedResult, LengthBin, Reading, Repeats
+from verifier.stability.result import Analysis, ArmResult, Check, Comparison, ForcedResult, Reading, Repeats
 
 _FACTORS = {
     "load": "the load",
@@ -172,10 +172,6 @@ def _by_length(analysis: Analysis) -> Iterator[str]:
             [name, *(words.NOTHING if b is None else f"{words.rate(b.differences)}, hard {b.hard}" for b in found)]
         )
     yield from columns(rows)
-
-
-def _length_cell(of: LengthBin | None) -> str:
-    return words.NOTHING if of is None else f"{words.rate(of.differences)}, hard {of.hard}"
 
 
 def _repeats(repeats: Repeats) -> Iterator[str]:
