@@ -6,7 +6,9 @@ from proxy.tally import Tally
 from sparseety.chunks import ChunkBody, Part, Unreadable
 from sparseety.dialects import DONE, Dialect
 from sparseety.records import Chunk, Gap, Kind, Usage
-from sparseety.sse import SseEvent, SseSplitter, read_fields
+from sparseety.sse import SseEvent, SseFields, SseSplitter, read_fields
+
+_NOTHING_ELSE = SseFields(None)  # besides the data of an event of one line
 
 
 class EventReader:
@@ -65,8 +67,8 @@ class EventReader:
         if not event.complete:
             records.append(self._raw("unparsed", event))
             return
-        fields = read_fields(event)
-        data = fields.data
+        fields = read_fields(event) if event.line is None else _NOTHING_ELSE
+        data = fields.data if event.line is None else event.line
         if data is None:
             records.append(self._raw("error" if fields.error else "comment" if fields.comments else "control", event))
             return
@@ -79,9 +81,12 @@ class EventReader:
         except Unreadable:
             records.append(self._raw("error" if fields.name == b"error" else "unparsed", event))
             return
-        self.end_marker |= body.end
         if self._tally and self._tally.tries:
             self._tally.learn(data)
+        if body.plain and event.line is not None and body.response_id == self._response_id:
+            records.append(self._plain(body.parts[0]))
+            return
+        self.end_marker |= body.end
         if body.usage is not None:
             self.usage = body.usage
             if self._tally:
@@ -89,6 +94,33 @@ class EventReader:
         # A name that the body does not imply and a comment inside the event have no field of their own.
         lossy = fields.comments > 0 or (fields.name and fields.name != body.name.encode())
         self._parts(body, event if lossy else None, event, records)
+
+    def _plain(self, part: Part) -> Chunk:
+        """As `_chunk`, for less: it names no field that holds its default."""
+        number, at, wire_index, text, choice = self._read_number, self._read_at, self.events, part.text, part.choice
+        if self._tally:
+            self._tally.part(part, wire_index, at)
+        index, accumulated = self._counts.get(choice, (0, 0))
+        index += 1
+        size = len(text)
+        accumulated += size
+        self._counts[choice] = (index, accumulated)
+        self.chunk_count += 1
+        self.total_text_len += size
+        self._content_len += size
+        if self.first_token is None:
+            self.first_token = at
+        self.last_token = at
+        return Chunk(
+            ts=at,
+            capture=self._capture,
+            wire_index=wire_index,
+            read=number if number != wire_index else None,
+            choice=choice,
+            chunk_index=index,
+            delta_text=text,
+            accumulated_len=accumulated,
+        )
 
     def _parts(self, body: ChunkBody, raw: SseEvent | None, event: SseEvent, records: list[Chunk | Gap]) -> None:
         """One record for each part; what belongs to the event stands in one of them: raw and id first, usage last."""

@@ -17,7 +17,7 @@ class Unreadable(ValueError):
     """A body or event that is not the JSON it should be. The message says what is wrong, without quoting content."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """What one stream event says about one choice, in one kind."""
 
     kind: Kind
@@ -32,7 +32,7 @@ class Part(msgspec.Struct, frozen=True):
     lossy: bool = False  # the event holds more than this part can say: keep its raw form
 
 
-class ChunkBody(msgspec.Struct, frozen=True):
+class ChunkBody(msgspec.Struct, frozen=True, gc=False):
     """One stream event, read."""
 
     parts: list[Part]
@@ -41,6 +41,7 @@ class ChunkBody(msgspec.Struct, frozen=True):
     name: str = ""  # the SSE name that goes with this body, in dialects that name their events
     end: bool = False  # it is the endpoint's end marker
     said: int | None = None  # code points of all the text that the server says it has sent; None: it does not say
+    plain: bool = False  # it adds text of kind `text` to one choice, and says nothing else but its response_id
 
 
 class ReplyBody(msgspec.Struct, frozen=True):
@@ -62,11 +63,11 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
 # ----------------------------------------------------------------------------------------- what the JSON looks like
 
 
-class _PromptDetails(msgspec.Struct):
+class _PromptDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
@@ -80,22 +81,22 @@ class _Usage(msgspec.Struct):
         )
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[msgspec.Raw] | None = None  # chat: one entry a token
     tokens: list[msgspec.Raw] | None = None  # completions: one entry a token
 
 
-class _Function(msgspec.Struct):
+class _Function(msgspec.Struct, gc=False):
     name: str | None = None
     arguments: str | None = None
 
 
-class _ToolCall(msgspec.Struct):
+class _ToolCall(msgspec.Struct, gc=False):
     index: int | None = None  # absent in a whole reply
     function: _Function | None = None
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     """A `delta` of a stream or a `message` of a whole reply."""
 
     role: str | None = None
@@ -107,7 +108,7 @@ class _Message(msgspec.Struct):
     function_call: _Function | None = None  # what tool_calls were before
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     text: str | None = None  # completions
     delta: _Message | None = None  # chat, streamed
@@ -117,6 +118,24 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def plain(self) -> str | None:
+        """The text that it adds, where it says nothing else. Nearly every event is one of these."""
+        delta = self.delta
+        if (
+            delta is None
+            or self.finish_reason is not None
+            or self.token_ids is not None
+            or self.logprobs is not None
+            or self.stop_reason is not None
+            or delta.reasoning is not None
+            or delta.reasoning_content is not None
+            or delta.tool_calls is not None
+            or delta.function_call is not None
+            or delta.refusal is not None
+        ):
+            return None
+        return delta.content
+
     def logprob_count(self) -> int | None:
         if self.logprobs is None:
             return None
@@ -124,7 +143,7 @@ class _Choice(msgspec.Struct):
         return None if entries is None else len(entries)
 
 
-class _Body(msgspec.Struct):
+class _Body(msgspec.Struct, gc=False):
     id: str | None = None
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -146,11 +165,13 @@ _NO_DELTA = _Message()
 def read_chunk(data: bytes) -> ChunkBody:
     """Read the data of one stream event. Raises Unreadable. `[DONE]` is the caller's to notice."""
     body = decode(_body, data)
-    usage = body.usage.read() if body.usage else None
     response_id = body.id or None  # some servers write "" into events of their own
+    choices = body.choices
+    if choices and len(choices) == 1 and body.usage is None and body.error is None and (text := choices[0].plain()):
+        return ChunkBody([Part("text", choices[0].index, text)], response_id, plain=True)
+    usage = body.usage.read() if body.usage else None
     if body.error is not None or (body.choices is None and decode(_object, data).object == "error"):
         return ChunkBody([Part("error", lossy=True)], response_id, usage)
-    choices = body.choices
     if choices is None:
         raise Unreadable("no choices in it")
     parts = _parts(choices[0]) if len(choices) == 1 else [part for choice in choices for part in _parts(choice)]

@@ -32,10 +32,12 @@ from sparseety.written import Loss, Written
 
 log = logging.getLogger("sparseety.log")
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+_encode, _encode_lines = _encoder.encode, _encoder.encode_lines
 _decode = msgspec.json.Decoder(AnyRecord).decode
 
-_LINE_OVERHEAD = 48  # bytes that a queued line takes in memory besides its own
+_BLOCK_OVERHEAD = 48  # bytes that lines queued together take in memory besides their own
+_BLOCK_RECORDS = 256
 _BATCH_BYTES = 1 << 20  # of one write: joining lines holds the interpreter's lock
 _STUCK_SECONDS = 5.0  # a write that takes longer is trouble
 _CLOSE_SECONDS = 10.0  # what a disk that does not answer may hold up the end of the program
@@ -90,8 +92,8 @@ class LogWriter:
         self._looked = -_LOOK_SECONDS  # at the free space, by the monotonic clock
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
-        self._lines: list[bytes] = []
-        self._queued_bytes = 0  # of lines not yet written, those being written too
+        self._blocks: list[bytes] = []  # whole lines each, one or more
+        self._queued_bytes = 0  # of those not yet written, those being written too
         self._loss = Loss()
         self._failing: OSError | None = None
         self._said = -_SAY_AGAIN_SECONDS  # when a failure was logged last, by the monotonic clock
@@ -147,11 +149,8 @@ class LogWriter:
             line = _encode(record) + b"\n"
         except (UnicodeEncodeError, TypeError, ValueError, OverflowError) as error:
             return self._lose(record, f"not encodable: {type(error).__name__}", "serialize_error")
-        size = len(line) + _LINE_OVERHEAD
         with self._lock:
-            if not self._closed and self._queued_bytes + size <= self._max_queue_bytes:
-                self._lines.append(line)
-                self._queued_bytes += size
+            if self._queue(line):
                 if record.__class__ is EngineStart or (record.__class__ is EngineEvent and record.kind == "control"):
                     self._repeated[record.__class__] = line
                 return True
@@ -161,37 +160,48 @@ class LogWriter:
 
     def put_all(self, records: list[AnyRecord]) -> None:
         """As `put` for each of them, for less. Not for what later segments repeat."""
+        for first in range(0, len(records), _BLOCK_RECORDS):
+            self._put_block(records[first : first + _BLOCK_RECORDS])
+
+    def _put_block(self, records: list[AnyRecord]) -> None:
         try:
-            lines = [_encode(record) + b"\n" for record in records]
+            block = _encode_lines(records)
         except (UnicodeEncodeError, TypeError, ValueError, OverflowError):
-            lines = []
-        size = sum(map(len, lines)) + _LINE_OVERHEAD * len(lines)
-        with self._lock:
-            if lines and not self._closed and self._queued_bytes + size <= self._max_queue_bytes:
-                self._lines += lines
-                self._queued_bytes += size
-                return
+            block = b""
+        if 0 < len(block) <= _BATCH_BYTES:
+            with self._lock:
+                if self._queue(block):
+                    return
         for record in records:  # one by one, to keep what can be kept and to say which are lost
             self.put(record)
+
+    def _queue(self, block: bytes) -> bool:
+        """With the lock held. False: there is no room."""
+        size = len(block) + _BLOCK_OVERHEAD
+        if self._closed or self._queued_bytes + size > self._max_queue_bytes:
+            return False
+        self._blocks.append(block)
+        self._queued_bytes += size
+        return True
 
     def flush(self) -> None:
         """Write what is queued, now, in the caller's thread."""
         with self._flushing:
             with self._lock:
-                lines, self._lines = self._lines, []
+                blocks, self._blocks = self._blocks, []
                 size = self._queued_bytes
                 loss, self._loss = self._loss, Loss()
             self._busy_since = begun = time.monotonic()
             try:
                 if loss.count:
-                    lines.insert(0, _line(loss.gap(self._clock())))
-                self._write(lines)
+                    blocks.insert(0, _line(loss.gap(self._clock())))
+                self._write(blocks)
             except Exception as error:
                 log.exception("a bug while writing %s; writing goes on", self.path)
-                self._lose_lines(lines, f"not written: {type(error).__name__}", "write_error")
+                self._lose_lines(blocks, f"not written: {type(error).__name__}", "write_error")
             finally:
                 self._busy_since = None
-                if lines:
+                if blocks:
                     observe(self.done.flushes, FLUSH_SECONDS, time.monotonic() - begun)
                 with self._lock:
                     self._queued_bytes -= size
@@ -211,7 +221,7 @@ class LogWriter:
         if not self._thread.is_alive():
             return True
         with self._lock:
-            self.done.dropped["shutdown"] += len(self._lines)
+            self.done.dropped["shutdown"] += sum(block.count(b"\n") for block in self._blocks)
         log.error("the disk under %s does not answer; the last records are lost", self.path)
         return False
 
@@ -224,34 +234,37 @@ class LogWriter:
         with self._flushing:
             self._end_segment(continued=False)
 
-    def _write(self, lines: list[bytes]) -> None:
-        done = 0
+    def _write(self, blocks: list[bytes]) -> None:
+        done = 0  # blocks
+        rest = b""  # of the batch that was not written as a whole
         try:
-            if lines or self._failing:
+            if blocks or self._failing:
                 self._usable_segment()
             else:
                 self._end_segment_of_age()
-            while done < len(lines):
+            while done < len(blocks):
                 segment = self._usable_segment()
-                batch = lines[done : done + self._fitting(lines, done, segment)]
+                count = self._fitting(blocks, done, segment)
+                batch = b"".join(blocks[done : done + count])
                 kept, error = self._append(segment, batch)
-                done += kept
+                done += count
                 if error:
+                    rest = batch[kept:]
                     raise error
             self._look_at_disk()
         except OSError as error:
             self._look_at_disk()
             why = "disk_low" if isinstance(error, LowDisk) else "write_error"
-            self._lose_lines(lines[done:], f"not written: {error.strerror}", why)
+            self._lose_lines([rest, *blocks[done:]], f"not written: {error.strerror}", why)
             self._say_failed(error)
             return
         self._say_works()
 
-    def _append(self, segment: Segment, lines: list[bytes]) -> tuple[int, OSError | None]:
+    def _append(self, segment: Segment, lines: bytes) -> tuple[int, OSError | None]:
         """As the segment's own, and counted."""
-        before = segment.size
+        before = segment.records
         kept, error = segment.append(lines)
-        self._count(kept, segment.size - before)
+        self._count(segment.records - before, kept)
         return kept, error
 
     def _count(self, records: int, size: int) -> None:
@@ -268,11 +281,11 @@ class LogWriter:
             with contextlib.suppress(OSError):
                 self.done.disk_free = self._segment.free_bytes()
 
-    def _fitting(self, lines: list[bytes], first: int, segment: Segment) -> int:
-        """How many lines to write at once: what the segment still holds, and no less than one."""
-        room = min(_BATCH_BYTES, self.rotation.segment_bytes - segment.size) - len(lines[first])
+    def _fitting(self, blocks: list[bytes], first: int, segment: Segment) -> int:
+        """How many blocks to write at once: what the segment still holds, and no less than one."""
+        room = min(_BATCH_BYTES, self.rotation.segment_bytes - segment.size) - len(blocks[first])
         count = 1
-        while first + count < len(lines) and (room := room - len(lines[first + count])) >= 0:
+        while first + count < len(blocks) and (room := room - len(blocks[first + count])) >= 0:
             count += 1
         return count
 
@@ -337,7 +350,7 @@ class LogWriter:
         if segment is None:
             return
         closing = LogClose(ts=self._clock(), records=segment.records, lost=self.lost, continued=continued)
-        _, error = self._append(segment, [_line(closing)])
+        _, error = self._append(segment, _line(closing))
         if error:
             log.warning("log %s could not be closed in order: %s", segment.path, error)
         else:
@@ -365,8 +378,8 @@ class LogWriter:
             self.done.dropped[why] += 1
         return False
 
-    def _lose_lines(self, lines: list[bytes], reason: str, why: str) -> None:
-        for line in lines:
+    def _lose_lines(self, blocks: list[bytes], reason: str, why: str) -> None:
+        for line in b"".join(blocks).splitlines():
             record = _decode(line)
             with self._lock:
                 self._loss.add(record, reason)

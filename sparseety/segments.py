@@ -61,7 +61,7 @@ class Segment:
             with contextlib.suppress(OSError):  # a file system without locks: then nobody tidies this file away either
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._inode = _inode(os.fstat(self._fd))
-            _, error = self.append(header)
+            _, error = self.append(b"".join(header))
             if error:
                 raise error
         except OSError:
@@ -71,30 +71,27 @@ class Segment:
             raise
         self.header_records = self.records
 
-    def append(self, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
-        """Write lines; returns how many are in the file now, and what kept the others out.
+    def append(self, lines: bytes) -> tuple[int, OSError | None]:
+        """Write whole lines; returns how many bytes of them are in the file now, and what kept the others out.
 
         A line that the disk took only in part is taken back, so that only a killed writer tears a line.
         """
-        view = memoryview(b"".join(lines))
+        view = memoryview(lines)
         done, error = 0, None
         while done < len(view) and error is None:
             try:
                 done += os.write(self._fd, view[done:])
             except OSError as caught:
                 error = caught
-        whole = kept = 0
-        while kept < len(lines) and whole + len(lines[kept]) <= done:
-            whole += len(lines[kept])
-            kept += 1
+        whole = lines.rfind(b"\n", 0, done) + 1
         self.size += whole
-        self.records += kept
+        self.records += lines.count(b"\n", 0, whole)
         if whole < done:
             try:
                 os.ftruncate(self._fd, self.size)
             except OSError:
                 self._torn = True
-        return kept, error
+        return whole, error
 
     def displaced(self) -> Displaced | None:
         """What others did to this file, or a failing disk, so that no more may be appended to it. Raises OSError."""

@@ -17,6 +17,7 @@ class SseEvent(msgspec.Struct, frozen=True, gc=False):
     complete: bool = True  # False: the stream ended inside this event
     first: bool = False  # the stream's first event, which alone may begin with a byte order mark
     dropped: int = 0  # bytes of an event that was too long to be kept
+    line: bytes | None = None  # its data, where it is one line of data and a blank one; None: not looked for
 
 
 class SseSplitter:
@@ -42,8 +43,10 @@ class SseSplitter:
             if data[0] == _LF:
                 data = data[1:]
         if not self._buffer and not self._dropped and data.endswith(b"\n\n") and b"\r" not in data:
-            if data.find(b"\n\n") == len(data) - 2:
-                return [self._event(data)]  # nearly every read of a stream
+            size = len(data)
+            if size <= self._max_event_bytes and data.startswith(b"data: ") and data.find(b"\n") == size - 2:
+                self._first = False
+                return [SseEvent(data, line=data[6:-2])]  # nearly every read of a stream
             *events, rest = data.split(b"\n\n")
             self._buffer += rest  # one LF, where there were three at the end
             return [self._event(raw + b"\n\n") for raw in events]
@@ -94,9 +97,9 @@ class SseFields(msgspec.Struct, frozen=True, gc=False):
 
 def read_fields(event: SseEvent) -> SseFields:
     """Fields of one event: data lines joined by LF, one space after the colon dropped. `id` and `retry` are ignored."""
+    if event.line is not None:
+        return SseFields(event.line)
     raw = event.raw
-    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
-        return SseFields(raw[6:-2])  # one line of data and the blank line: nearly every event
     if event.first and raw.startswith(_BOM):
         raw = raw[len(_BOM) :]
     data: list[bytes] = []
