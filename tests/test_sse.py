@@ -47,11 +47,12 @@ _alphabet = st.lists(
 
 
 @example(b"\n\n\n", [1])
+@example(b"data: a\r\n\r\n\n", [10])  # the LF that is left out stood between a CR and an LF
 @given(_alphabet.map(b"".join) | st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=6))
 def test_joining_the_raw_events_gives_any_input_back_but_for_the_kind_of_line_end(data, cuts):
     borders = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     events = split(*(data[a:b] for a, b in pairwise(borders)))
-    assert unified(b"".join(event.raw for event in events)) == unified(data)
+    assert b"".join(unified(event.raw) for event in events) == unified(data)
     assert all(event.complete for event in events[:-1])
     assert meant(events) == meant(split(data))
 
