@@ -54,7 +54,10 @@ def is_event_stream(headers: HeaderList) -> bool:
 
 def content_coding(headers: HeaderList) -> str | None:
     """What the body is compressed with; None: it is not."""
-    codings = [value.strip().lower() for value in _values(headers, b"content-encoding")]
+    values = _values(headers, b"content-encoding")
+    if not values:
+        return None
+    codings = [value.strip().lower() for value in values]
     codings = [coding for coding in codings if coding not in (b"", b"identity")]
     return b", ".join(codings).decode("latin-1") if codings else None
 

@@ -216,9 +216,10 @@ class Recording:
             log.exception("request %d is not counted", self._number)
 
     def _later(self, size: int, step: Callable[..., Iterable[AnyRecord]], *arguments: Any) -> None:
-        self._steps.append((step, arguments))
+        steps = self._steps
+        steps.append((step, arguments))
         self.waiting_bytes += size
-        self._recorder.later(self, size, first=len(self._steps) == 1)
+        self._recorder.later(self, size, first=len(steps) == 1)
 
     def catch_up(self, records: list[AnyRecord]) -> int:
         """Add the records of the steps that wait; returns how many steps those were."""

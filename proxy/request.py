@@ -157,11 +157,20 @@ def _strings(stop: str | list[str] | None) -> list[str]:
 
 def _structured(fields: _Body) -> bool:
     """chat and completions: response_format; responses: text.format; messages: output_config.format."""
-    forms = [fields.response_format, *((each or {}).get("format") for each in (fields.text, fields.output_config))]
-    if any(isinstance(form, dict) and form.get("type", "text") != "text" for form in forms):
-        return True
-    constraints = (fields.structured_outputs, fields.guided_json, fields.guided_regex, fields.guided_choice)
-    return any(each is not None for each in (*constraints, fields.guided_grammar))
+    for form in (
+        fields.response_format,
+        fields.text and fields.text.get("format"),
+        fields.output_config and fields.output_config.get("format"),
+    ):
+        if isinstance(form, dict) and form.get("type", "text") != "text":
+            return True
+    return not (
+        fields.structured_outputs is None
+        and fields.guided_json is None
+        and fields.guided_regex is None
+        and fields.guided_choice is None
+        and fields.guided_grammar is None
+    )
 
 
 def _messages(messages: list[Any] | None, *beside: Any) -> dict[str, Any]:
