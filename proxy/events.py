@@ -6,9 +6,7 @@ from proxy.tally import Tally
 from sparseety.chunks import ChunkBody, Part, Unreadable
 from sparseety.dialects import DONE, Dialect
 from sparseety.records import Chunk, Gap, Kind, Usage
-from sparseety.sse import SseEvent, SseFields, SseSplitter, read_fields
-
-_NOTHING_ELSE = SseFields(None)  # besides the data of an event of one line
+from sparseety.sse import SseEvent, SseSplitter, read_fields
 
 
 class EventReader:
@@ -67,8 +65,8 @@ class EventReader:
         if not event.complete:
             records.append(self._raw("unparsed", event))
             return
-        fields = read_fields(event) if event.line is None else _NOTHING_ELSE
-        data = fields.data if event.line is None else event.line
+        fields = read_fields(event)
+        data = fields.data
         if data is None:
             records.append(self._raw("error" if fields.error else "comment" if fields.comments else "control", event))
             return
@@ -97,28 +95,16 @@ class EventReader:
 
     def _plain(self, part: Part) -> Chunk:
         """As `_chunk`, for less: it names no field that holds its default."""
-        number, at, wire_index, text, choice = self._read_number, self._read_at, self.events, part.text, part.choice
-        if self._tally:
-            self._tally.part(part, wire_index, at)
-        index, accumulated = self._counts.get(choice, (0, 0))
-        index += 1
-        size = len(text)
-        accumulated += size
-        self._counts[choice] = (index, accumulated)
-        self.chunk_count += 1
-        self.total_text_len += size
-        self._content_len += size
-        if self.first_token is None:
-            self.first_token = at
-        self.last_token = at
+        number, wire_index = self._read_number, self.events
+        index, accumulated = self._count(part)
         return Chunk(
-            ts=at,
+            ts=self._read_at,
             capture=self._capture,
             wire_index=wire_index,
             read=number if number != wire_index else None,
-            choice=choice,
+            choice=part.choice,
             chunk_index=index,
-            delta_text=text,
+            delta_text=part.text,
             accumulated_len=accumulated,
         )
 
@@ -145,25 +131,11 @@ class EventReader:
     def _chunk(
         self, part: Part, usage: Usage | None = None, response_id: str | None = None, raw: SseEvent | None = None
     ) -> Chunk:
-        text, number, at, wire_index = part.text, self._read_number, self._read_at, self.events
-        index = accumulated = None
-        if self._tally:
-            self._tally.part(part, wire_index, at)
-        if text:
-            index, accumulated = self._counts.get(part.choice, (0, 0))
-            index += 1
-            accumulated += len(text)
-            self._counts[part.choice] = (index, accumulated)
-            self.chunk_count += 1
-            self.total_text_len += len(text)
-            if part.kind == "text":
-                self._content_len += len(text)
-            if self.first_token is None:
-                self.first_token = at
-            self.last_token = at
+        number, wire_index = self._read_number, self.events
+        index, accumulated = self._count(part)
         as_text, as_bytes = self._kept(raw) if raw is not None else (None, None)
         return Chunk(
-            ts=at,
+            ts=self._read_at,
             capture=self._capture,
             wire_index=wire_index,
             read=number if number != wire_index else None,
@@ -171,7 +143,7 @@ class EventReader:
             choice=part.choice,
             block=part.block,
             chunk_index=index,
-            delta_text=text,
+            delta_text=part.text,
             accumulated_len=accumulated,
             tool_calls=part.calls,
             token_ids=part.token_ids,
@@ -183,6 +155,24 @@ class EventReader:
             raw=as_text,
             raw_base64=as_bytes,
         )
+
+    def _count(self, part: Part) -> tuple[int | None, int | None]:
+        """Add it to the sums; returns chunk_index and accumulated_len of its record."""
+        text, choice, at = part.text, part.choice, self._read_at
+        if self._tally:
+            self._tally.part(part, self.events, at)
+        if not text:
+            return None, None
+        index, accumulated = self._counts.get(choice, (0, 0))
+        counts = self._counts[choice] = (index + 1, accumulated + len(text))
+        self.chunk_count += 1
+        self.total_text_len += len(text)
+        if part.kind == "text":
+            self._content_len += len(text)
+        if self.first_token is None:
+            self.first_token = at
+        self.last_token = at
+        return counts
 
     def _kept(self, event: SseEvent) -> tuple[str | None, bytes | None]:
         """The event as received, as text or else as bytes.
