@@ -9,4 +9,20 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-RECEIVED = "sparseety.received"  # in a scope's state: when its request's last byte came, by the monotonic clock
+CLIENT = "sparseety.client"  # in a scope's state: its ClientState
+
+
+class ClientState:
+    """What ASGI has no place for, from the front to the relay."""
+
+    __slots__ = ("left", "on_leave", "received")
+
+    def __init__(self) -> None:
+        self.received: float | None = None  # when the request's last byte came, by the monotonic clock
+        self.left = False  # before its reply was complete
+        self.on_leave: Callable[[], object] | None = None  # called when it does
+
+    def leave(self) -> None:
+        self.left = True
+        if self.on_leave is not None:
+            self.on_leave()

@@ -169,8 +169,9 @@ class Connection(asyncio.Protocol):
                 self._forward = None
         finally:
             self._forward = None
-            if self._finishing is not None:
-                self._finishing.cancel()
+            if (finishing := self._finishing) is not None:
+                finishing.cancel()
+                await asyncio.wait([finishing])  # so that nothing of this exchange happens after its end
         if self._error is not None:
             raise self._error
 

@@ -17,7 +17,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proxy.asgi import RECEIVED
+from proxy.asgi import CLIENT, ClientState
 from proxy.front_reply import ReplyCycle
 from proxy.headers import get
 from proxy.refusal import INTERNAL, Refusal
@@ -86,6 +86,7 @@ class FrontProtocol(HttpToolsProtocol):
         self._closing = False  # nothing that arrives matters any more
         self._head_timer: asyncio.TimerHandle | None = None
         self._close_timer: asyncio.TimerHandle | None = None
+        self._idle_since: float | None = None  # by the loop's clock; None: it is not idle
         self._active: ReplyCycle | None = None  # the request that has been handed on last; newer ones wait
 
     # ------------------------------------------------------------------------------------------- the connection
@@ -100,9 +101,8 @@ class FrontProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._close_timer:
             self._close_timer.cancel()
-        if self._active and not self._active.response_complete:  # uvicorn tells the newest request alone
-            self._active.disconnected = True
-            self._active.message_event.set()
+        if self._active and not self._active.response_complete:
+            self._active.leave()
         super().connection_lost(exc)
         # Both lead back here; a circle would stay in memory until the collector comes by.
         self.cycle = self._active = None
@@ -111,7 +111,7 @@ class FrontProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        self._unset_keepalive_if_required()
+        self._idle_since = None
         self._in_head = self._in_head or not self._in_body
         self._overhead += len(data)
         try:
@@ -193,7 +193,23 @@ class FrontProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _await_request(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        """Close the connection where none comes in time. One timer serves many waits, which spares to set one each."""
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._watch_idleness(self.timeout_keep_alive)
+
+    def _watch_idleness(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self._check_idleness)
+
+    def _check_idleness(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return  # busy: the next wait sets a timer again
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._watch_idleness(left)
+        else:
+            self.timeout_keep_alive_handler()
 
     def _head_is_late(self) -> None:
         self._head_timer = None
@@ -275,7 +291,7 @@ class FrontProtocol(HttpToolsProtocol):
             "raw_path": path if query else self.url,
             "query_string": query,
             "headers": self.headers,
-            "state": self.app_state.copy(),
+            "state": {**self.app_state, CLIENT: ClientState()},
         }
         expects = (get(self.headers, b"expect") or b"").lower() == b"100-continue"
         return ReplyCycle(
@@ -308,7 +324,7 @@ class FrontProtocol(HttpToolsProtocol):
             return  # it comes again
         self._in_body, self._overhead = False, 0
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.scope["state"][RECEIVED] = time.monotonic()
+            self.cycle.client.received = time.monotonic()
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
@@ -318,7 +334,6 @@ class FrontProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self._unset_keepalive_if_required()
         self.flow.resume_reading()
         if self.pipeline:
             self._start(self.pipeline.pop()[0])  # type: ignore[arg-type]
@@ -350,8 +365,7 @@ class FrontProtocol(HttpToolsProtocol):
         if cycle.response_complete:
             self._close_gently()
             return
-        cycle.disconnected = True  # for the relay: it must break off what it sent upstream
-        cycle.message_event.set()
+        cycle.leave()  # for the relay: it must break off what it sent upstream
         if cycle.response_started:
             cycle.flush_head()
             self.transport.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from proxy.asgi import CLIENT, ClientState
 from proxy.refusal import INTERNAL
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class ReplyCycle(RequestResponseCycle):
     def __init__(self, *, close_gently: Callable[[], None], **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._close_gently = close_gently
+        self.client: ClientState = self.scope["state"][CLIENT]
         self._http10 = self.scope["http_version"] == "1.0"
         self._bodyless = self.scope["method"] == "HEAD"
         self._left: int | None = None  # bytes of the body still to come; None: no length was announced
@@ -47,6 +49,12 @@ class ReplyCycle(RequestResponseCycle):
             if not self.response_complete and not self.disconnected:
                 self._break_off()
             self.on_response = lambda: None
+
+    def leave(self) -> None:
+        """The client has left, or must be taken for it."""
+        self.disconnected = True
+        self.message_event.set()
+        self.client.leave()
 
     def _break_off(self) -> None:
         """End the connection so that no client can take the reply for a complete one."""

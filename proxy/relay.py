@@ -4,12 +4,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import quote
 
 import httpx
 
-from proxy.asgi import RECEIVED, Message, Receive, Scope, Send
+from proxy.asgi import CLIENT, ClientState, Message, Receive, Scope, Send
 from proxy.capture import RequestHead
 from proxy.catalogue import UPSTREAM_ERRORS
 from proxy.headers import HeaderList, end_to_end, for_upstream
@@ -41,45 +41,48 @@ class ClientGone(Exception):
 class Client:
     """The client's side of one request, as ASGI shows it."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive, self._send = receive, send
-        self.interrupt = asyncio.timeout(None)  # encloses the exchange; expires when the client leaves
-        self.gone = False  # it left before its reply was complete
+    def __init__(self, state: ClientState, receive: Receive, send: Send) -> None:
+        self._state, self._receive, self._send = state, receive, send
         self.replied = False  # the head of a reply has been sent
-        self._finished = False
-        self._waiting: asyncio.Task[Message] | None = None  # calls `receive`, which only one may do at a time
+
+    @property
+    def gone(self) -> bool:
+        """It left before its reply was complete."""
+        return self._state.left
+
+    @property
+    def received(self) -> float | None:
+        """When its last byte came, by the monotonic clock."""
+        return self._state.received
+
+    def watch(self, on_leave: Callable[[], object]) -> None:
+        """Call this as soon as the client leaves, though the upstream may take nothing and send nothing.
+
+        Raises ClientGone where it has left already.
+        """
+        if self.gone:
+            raise ClientGone
+        self._state.on_leave = on_leave
+
+    def unwatch(self) -> None:
+        self._state.on_leave = None
 
     async def next_part(self) -> Message:
         """The next part of the request's body. Raises ClientGone."""
-        message = await (self._waiting or self._next())
+        message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        # Fetched while this part is sent on, so that a client that leaves, now or once its body is over, is noticed
-        # even where the upstream takes nothing and sends nothing.
-        self._waiting = asyncio.create_task(self._next())
         return message
 
-    async def _next(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._finished:  # ASGI says so after a complete reply too
-            self.gone = True
-            self.interrupt.reschedule(asyncio.get_running_loop().time())
-        return message
-
-    def close(self) -> None:
-        if self._waiting is not None and not self._finished:
-            self._waiting.cancel()
-
-    async def start(self, status: int, headers: HeaderList) -> None:
+    def start(self, status: int, headers: HeaderList) -> Awaitable[None]:
         self.replied = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        return self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def forward(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    def forward(self, data: bytes) -> Awaitable[None]:
+        return self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def finish(self, data: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
-        self._finished = True
+    def finish(self, data: bytes = b"") -> Awaitable[None]:
+        return self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def refuse(self, outcome: Outcome, detail: str | None) -> None:
         """Answer in the upstream's stead, in OpenAI's form and with a header that says whose answer it is."""
@@ -102,8 +105,8 @@ class _Body:
     Not a generator: the event loop keeps a list of those, which costs more than this one does.
     """
 
-    def __init__(self, client: Client, recording: Recording, scope: Scope) -> None:
-        self._client, self._recording, self._scope = client, recording, scope
+    def __init__(self, client: Client, recording: Recording) -> None:
+        self._client, self._recording = client, recording
         self._part = b""  # that is being sent on
         self._over = False
 
@@ -120,7 +123,7 @@ class _Body:
             self._part = message.get("body", b"")
             if self._part:
                 return self._part
-        received = self._scope.get("state", {}).get(RECEIVED)
+        received = self._client.received
         self._recording.request_ended(0.0 if received is None else time.monotonic() - received)
         raise StopAsyncIteration
 
@@ -143,18 +146,18 @@ class Relay:
         assert task is not None
         self._open.add(task)
         try:
-            await self._relay(scope, Client(receive, send))
+            await self._relay(scope, Client(scope["state"][CLIENT], receive, send), task)
         finally:
             self._open.discard(task)
 
-    async def _relay(self, scope: Scope, client: Client) -> None:
+    async def _relay(self, scope: Scope, client: Client, task: asyncio.Task[None]) -> None:
         head = RequestHead(scope["method"], scope["path"], scope["headers"], scope.get("query_string", b""))
         recording = self._recorder.begin(head)
         ending: Ending = ("internal_error", None)
         try:
-            async with client.interrupt:
-                ending = await self._exchange(scope, client, recording)
-        except (ClientGone, TimeoutError):
+            client.watch(task.cancel)
+            ending = await self._exchange(scope, client, recording)
+        except ClientGone:
             ending = ("client_gone", None)
         except asyncio.CancelledError:
             ending = ("shutdown", None)  # not raised again: the reply is broken off, or refused, by what follows
@@ -162,7 +165,7 @@ class Relay:
             log.exception("relaying %s %s failed", head.method, head.path)
             ending = ("internal_error", type(error).__name__)
         finally:
-            client.close()
+            client.unwatch()
             try:
                 if not client.gone and not client.replied:
                     await client.refuse(*ending)
@@ -176,7 +179,7 @@ class Relay:
         """Send the request, pass the reply on. Each read is forwarded at once, and recorded when it is on its way."""
         headers = for_upstream(scope["headers"], self._upstream.authority)
         try:
-            reply = await self._upstream.send(scope["method"], _target(scope), headers, _Body(client, recording, scope))
+            reply = await self._upstream.send(scope["method"], _target(scope), headers, _Body(client, recording))
         except httpx.TransportError as error:
             return self._failed(error)
         received = self._clock()
