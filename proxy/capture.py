@@ -120,7 +120,7 @@ class RequestCapture:
         self._inflater: Inflater | None = None  # of an event stream; None: it is not compressed
         self._stream: EventReader | None = None  # None: the reply is no event stream
         self._readable = True  # False: an event stream that is forwarded and not read (any more); a gap has said why
-        self._reply = _Copy(limits.body_bytes, None)
+        self._reply: _Copy | None = None  # None: the reply is an event stream, or no endpoint's
         self._reads, self._bytes, self._hash = 0, 0, hashlib.sha256()
 
     # ---------------------------------------------------------------------------------------------- the request
@@ -174,7 +174,7 @@ class RequestCapture:
         self._status, self._headers_at = status, ts
         coding = header_lists.content_coding(headers)
         if not header_lists.is_event_stream(headers):
-            self._reply = _Copy(self._limits.body_bytes, coding)
+            self._reply = _Copy(self._limits.body_bytes, coding) if self._endpoint else None
             return records
         dialect = DIALECTS[self._endpoint] if self._endpoint else None
         self._stream = EventReader(self._number, dialect, self._limits.event_bytes, self._secrets.clean, self._tally)
@@ -193,7 +193,7 @@ class RequestCapture:
         self._bytes += len(data)
         stream = self._stream
         if stream is None:
-            if self._endpoint:
+            if self._reply:
                 self._hash.update(data)
                 self._reply.add(data)
             return []
@@ -266,7 +266,7 @@ class RequestCapture:
     def _read_reply(self, outcome: Outcome) -> tuple[ReplyBody, str | None]:
         """The reply as far as it could be read, and why not if not."""
         nothing = ReplyBody()
-        if self._endpoint is None or self._status is None:
+        if self._endpoint is None or self._status is None or self._reply is None:
             return nothing, None
         if not 200 <= self._status < 300:
             return nothing, f"status {self._status}"

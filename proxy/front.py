@@ -229,8 +229,6 @@ class FrontProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_body:
             return  # a trailer: it is no header, and ASGI has no place for it
-        if len(self.headers) == self.limits.head_fields:
-            raise _Refused(_HEAD_TOO_LARGE)
         self.headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
@@ -256,7 +254,7 @@ class FrontProtocol(HttpToolsProtocol):
                 hosts += 1
             elif name == b"transfer-encoding":
                 codings.append(value.lower())
-        if size > self.limits.head_bytes:
+        if size > self.limits.head_bytes or len(self.headers) > self.limits.head_fields:
             raise _Refused(_HEAD_TOO_LARGE)
         if version not in ("1.0", "1.1"):
             raise _Refused(_VERSION)

@@ -25,10 +25,12 @@ def get(headers: HeaderList, name: bytes) -> bytes | None:
 
 def end_to_end(headers: HeaderList) -> list[tuple[bytes, bytes]]:
     """The headers that belong to the message, in the order they came, less what `Connection` names."""
-    dropped = HOP_BY_HOP
-    if named := _values(headers, b"connection"):
-        dropped |= {option.strip().lower() for value in named for option in value.split(b",")} - _NEVER_DROPPED
-    return [field for field in headers if field[0] not in dropped]
+    kept = [field for field in headers if field[0] not in HOP_BY_HOP]
+    if len(kept) == len(headers):
+        return kept  # so there was no Connection either
+    named = {option.strip().lower() for value in _values(headers, b"connection") for option in value.split(b",")}
+    dropped = named - _NEVER_DROPPED
+    return [field for field in kept if field[0] not in dropped]
 
 
 def for_upstream(headers: HeaderList, authority: bytes) -> list[tuple[bytes, bytes]]:

@@ -180,9 +180,11 @@ def _messages(messages: list[Any] | None, *beside: Any) -> dict[str, Any]:
     chars = 0
     for message in [*messages, *beside]:
         content = message.get("content") if isinstance(message, dict) else None
-        parts = content if isinstance(content, list) else [{"text": content}]
-        texts = (part.get("text") for part in parts if isinstance(part, dict))
-        chars += sum(len(text) for text in texts if isinstance(text, str))
+        if isinstance(content, str):
+            chars += len(content)
+        elif isinstance(content, list):
+            texts = (part.get("text") for part in content if isinstance(part, dict))
+            chars += sum(len(text) for text in texts if isinstance(text, str))
     return {"messages": len(messages), "prompt_chars": chars}
 
 

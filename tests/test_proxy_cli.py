@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 import sparseety
 from sparseety import cli
-from sparseety.records import StreamDone
+from sparseety.records import Chunk, StreamDone
 from tests.raw_upstream import (
     EVENT_STREAM,
     LAST_CHUNK,
@@ -114,6 +115,26 @@ def test_a_stream_that_outlives_the_limit_is_broken_off_and_recorded_as_such(tmp
     end = records(tmp_path / "logs")[-1]
     assert isinstance(end, StreamDone)
     assert end.outcome == "shutdown"
+
+
+def test_a_stream_whose_client_does_not_read_is_broken_off_and_its_end_recorded_last(tmp_path):
+    more = [chunk(b": " + b"x" * 60_000 + b"\n\n")] * 400  # far more than all the buffers on the way hold
+    with running_upstream(chunked(EVENT_STREAM), *more, AwaitHangUp) as upstream:
+        upstream.scripts[:0] = BANNER
+        with (
+            started(tmp_path, upstream.url, "--drain-seconds", "0.2") as (process, _, port),
+            RawClient(port) as client,
+        ):
+            client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.send(post(b"{}"))
+            client.read_until(b"\r\n\r\n")
+            stop(process)
+            assert upstream.requests[-1].hung_up.wait(WAIT)
+    *_, last_read, end = records(tmp_path / "logs")
+    assert isinstance(end, StreamDone)
+    assert end.outcome == "shutdown"
+    assert isinstance(last_read, Chunk)
+    assert (last_read.read or last_read.wire_index) == end.reads
 
 
 def test_a_request_that_waits_for_its_reply_is_refused_at_a_second_signal(tmp_path):
