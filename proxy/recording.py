@@ -133,23 +133,23 @@ class Recording:
     def __init__(self, number: int, head: RequestHead, recorder: Recorder) -> None:
         self._number, self._head, self._recorder = number, head, recorder
         self._guard = recorder.guard
-        self.uuid, self._arrived = str(uuid4()), recorder.clock()
+        self._arrived = recorder.clock()
+        self._uuid = ""  # not asked for yet
         self.tally = Tally(recorder.book, head.endpoint, self._arrived)
         if recorder.span_content:
             self.tally.texts = {}
         self._reads = self._bytes = 0
         self._steps: list[Step] = []  # that are not recorded yet
         self.waiting_bytes = 0  # in them
-        self._decision: Decision = "captured" if recorder.writer else "skipped"
+        self._captured = recorder.writer is not None  # as far as it goes
+        self._decision: Decision = "captured" if self._captured else "skipped"
         self._ending: tuple[Outcome, float, str | None] | None = None
-        self._capture: RequestCapture | None = None
-        try:
-            if recorder.writer and self._guard.paused:
-                recorder.put(self._skip())
-            elif recorder.writer:
-                self._capture = RequestCapture(number, self.uuid, head, self._arrived, recorder.limits, self.tally)
-        except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
-            recorder.put([self._failed(error)])
+        self._capture: RequestCapture | None = None  # made with its first record: here its code would be cold
+
+    @property
+    def uuid(self) -> str:
+        self._uuid = self._uuid or str(uuid4())
+        return self._uuid
 
     @property
     def streams(self) -> bool:
@@ -162,23 +162,23 @@ class Recording:
 
     def request_body(self, data: bytes) -> None:
         self._recorder.bytes_in[0] += len(data)
-        if capture := self._capture:
-            self._later(len(data), capture.request_body, data, self._recorder.clock())
+        if self._captured:
+            self._later(len(data), RequestCapture.request_body, data, self._recorder.clock())
 
     def request_ended(self, waited: float = 0.0) -> None:
         """waited: seconds since the client's last byte was received."""
         self.tally.sent = now = self._recorder.clock()
         self.tally.began = now - waited
-        if capture := self._capture:
-            self._later(0, capture.request_ended, now)
+        if self._captured:
+            self._later(0, RequestCapture.request_ended, now)
 
     def reply_head(self, status: int, headers: HeaderList, ts: float) -> None:
         tally = self.tally
         tally.status, tally.headers, tally.streams = status, ts, is_event_stream(headers)
         if status >= 400:
             self._recorder.counters.add(1, UPSTREAM_ERRORS, "http_5xx" if status >= 500 else "http_4xx")
-        if capture := self._capture:
-            self._later(0, capture.reply_head, status, headers, ts)
+        if self._captured:
+            self._later(0, RequestCapture.reply_head, status, headers, ts)
 
     def reply_body(self, data: bytes, ts: float) -> None:
         recorder = self._recorder
@@ -189,14 +189,14 @@ class Recording:
         self._reads += 1
         self._bytes += len(data)
         recorder.bytes_out[0] += len(data)
-        if capture := self._capture:
-            self._later(len(data), capture.reply_body, data, ts)
+        if self._captured:
+            self._later(len(data), RequestCapture.reply_body, data, ts)
 
     def ended(self, outcome: Outcome, error: str | None) -> None:
         self._recorder.open.pop(self._number, None)
         self._ending = outcome, self._recorder.clock(), error
-        if capture := self._capture:
-            self._later(0, capture.ended, *self._ending)
+        if self._captured:
+            self._later(0, RequestCapture.ended, *self._ending)
             return
         if self._decision == "paused":
             self._recorder.put([self._ending_unread(*self._ending)])
@@ -228,12 +228,16 @@ class Recording:
             records += self._skip()
         else:
             try:
+                capture = self._capture = self._capture or self._begin()
                 for step, arguments in steps:
-                    records += step(*arguments)
+                    records += step(capture, *arguments)
             except Exception as error:  # noqa: BLE001 -- serving goes on whatever is wrong with the capture
                 records.append(self._failed(error))
         self._over()
         return len(steps)
+
+    def _begin(self) -> RequestCapture:
+        return RequestCapture(self._number, self.uuid, self._head, self._arrived, self._recorder.limits, self.tally)
 
     def live(self) -> LiveStream:
         return LiveStream(
@@ -242,7 +246,7 @@ class Recording:
             began=self._arrived,
             reads=self._reads,
             bytes=self._bytes,
-            captured=self._capture is not None,
+            captured=self._captured,
         )
 
     def _skip(self) -> list[AnyRecord]:
@@ -263,10 +267,13 @@ class Recording:
             )
         reason = f"capture paused ({self._guard.paused})"
         records.append(Gap(ts=self._recorder.clock(), reason=reason, count=1, captures=[self._number]))
-        self._capture, self._decision = None, "paused"
+        self._give_up("paused")
         if self._ending:
             records.append(self._ending_unread(*self._ending))
         return records
+
+    def _give_up(self, why: Decision) -> None:
+        self._captured, self._capture, self._decision = False, None, why
 
     def _ending_unread(self, outcome: Outcome, ts: float, error: str | None) -> Response:
         return Response(
@@ -281,7 +288,7 @@ class Recording:
         )
 
     def _failed(self, error: Exception) -> Gap:
-        self._capture, self._decision = None, "failed"
+        self._give_up("failed")
         log.error("capture %d is given up, its request goes on", self._number, exc_info=error)
         reason = f"capture failed: {type(error).__name__}"
         return Gap(ts=self._recorder.clock(), reason=reason, count=1, captures=[self._number])
