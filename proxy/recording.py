@@ -27,7 +27,8 @@ log = logging.getLogger("sparseety.proxy")
 # What happens to requests is recorded in batches, each batch in short turns: done between two reads, the same work
 # costs more, because its code is cold each time, and whoever waits for the next read waits for it too.
 BATCH_SECONDS = 0.1
-TURN_STEPS = 64  # so that no read waits behind more than a fraction of a millisecond of recording
+BATCH_STEPS = 1024  # at which a batch waits no longer: more of it would only be colder, and longer in memory
+TURN_STEPS = 64  # or what has come since the turn before: so that no read waits for long, and the turns keep up
 WAITING_BYTES = 1 << 22  # that may wait, of all requests
 TIMED_READS = 16  # of so many reads of replies, one is looked at for what the proxy adds to it
 
@@ -71,18 +72,25 @@ class Recorder:
         self._numbers = itertools.count(1)
         self._waiting: deque[Recording] = deque()  # those with something to be recorded, each once
         self._waiting_bytes = 0
+        self._came = 0  # steps since the last turn
         self._scheduled = False
+        self._timer: asyncio.TimerHandle | None = None  # of a batch that is still being gathered
 
     def later(self, recording: "Recording", size: int, *, first: bool) -> None:
         """A step with so many bytes waits to be recorded; first: the only one of this request."""
         self._waiting_bytes += size
+        self._came += 1
         if first:
             self._waiting.append(recording)
         if self._waiting_bytes > WAITING_BYTES:
             self.flush()
         elif not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_later(BATCH_SECONDS, self._turn)
+            self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self._begin_turns)
+        elif self._came > BATCH_STEPS and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            asyncio.get_running_loop().call_soon(self._begin_turns)
 
     def flush(self) -> None:
         """Record all that waits. To be called before the log is closed."""
@@ -91,6 +99,7 @@ class Recorder:
 
     async def caught_up(self) -> None:
         """When this returns, all that has happened by now is recorded and counted. In turns, as ever."""
+        self._came = 0
         for _ in range(len(self._waiting)):
             if not self._waiting:
                 return
@@ -103,6 +112,10 @@ class Recorder:
         for kind, count in Counter(map(type, records)).items():
             self.counters.add(count, RECORDS, SOURCE, _EVENTS[kind])
 
+    def _begin_turns(self) -> None:
+        self._timer, self._came = None, 0
+        self._turn()
+
     def _turn(self) -> None:
         self._record()
         self._scheduled = bool(self._waiting)
@@ -112,8 +125,9 @@ class Recorder:
     def _record(self) -> None:
         """What waits, as far as one turn goes."""
         begun = time.perf_counter()
+        due, self._came = max(TURN_STEPS, self._came), 0
         steps, records = 0, list[AnyRecord]()
-        while self._waiting and steps < TURN_STEPS:
+        while self._waiting and steps < due:
             recording = self._waiting.popleft()
             self._waiting_bytes -= recording.waiting_bytes
             steps += recording.catch_up(records)
