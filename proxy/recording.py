@@ -155,7 +155,7 @@ class Recording:
         self._reads = self._bytes = 0
         self._steps: list[Step] = []  # that are not recorded yet
         self.waiting_bytes = 0  # in them
-        self._captured = recorder.writer is not None  # as far as it goes
+        self._captured = recorder.writer is not None  # and neither paused nor failed since
         self._decision: Decision = "captured" if self._captured else "skipped"
         self._ending: tuple[Outcome, float, str | None] | None = None
         self._capture: RequestCapture | None = None  # made with its first record: here its code would be cold

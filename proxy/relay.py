@@ -39,7 +39,7 @@ class ClientGone(Exception):
 
 
 class Client:
-    """The client's side of one request, as ASGI shows it."""
+    """The client's side of one request, as ASGI and the front show it."""
 
     def __init__(self, state: ClientState, receive: Receive, send: Send) -> None:
         self._state, self._receive, self._send = state, receive, send
