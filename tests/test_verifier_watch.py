@@ -357,6 +357,11 @@ def test_a_checkpoint_that_is_damaged_is_named_and_nothing_is_counted(tmp_path):
         watching(tmp_path)
 
 
+def samples_at(url: str) -> dict[str, str]:
+    page = urllib.request.urlopen(url, timeout=WAIT).read().decode()
+    return dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+
+
 def test_the_command_follows_prints_serves_metrics_and_ends_on_sigterm_with_what_was_found(logs):
     folder, proxy, engine = logs
     command = [sys.executable, "-m", "verifier.cli", "--watch", str(folder), "--metrics-port", "0", "--jobs", "1"]
@@ -370,8 +375,8 @@ def test_the_command_follows_prints_serves_metrics_and_ends_on_sigterm_with_what
         book.exchange([HELLO, WORLD, EOS], ["hello", " wOrld"], name="chatcmpl-2")
         serve(book, proxy, engine)
         assert "chatcmpl-2  FAIL        ALTERED_TEXT at token 1, chunk 2" in process.stdout.readline()
-        page = urllib.request.urlopen(url, timeout=WAIT).read().decode()
-        samples = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        until(lambda: samples_at(url)["sparseety_verify_backlog_requests"] == "0.0")  # it is said once a look is over
+        samples = samples_at(url)
         assert samples['sparseety_verify_requests_total{model_name="toy",verdict="fail"}'] == "1.0"
         assert samples['sparseety_verify_requests_total{model_name="toy",verdict="pass"}'] == "1.0"
         failed = 'sparseety_verify_findings_total{code="ALTERED_TEXT",model_name="toy",severity="error"}'
@@ -379,7 +384,6 @@ def test_the_command_follows_prints_serves_metrics_and_ends_on_sigterm_with_what
         assert samples['sparseety_verify_tokens_total{model_name="toy",result="match"}'] == "5.0"
         assert samples['sparseety_verify_tokens_total{model_name="toy",result="mismatch"}'] == "1.0"
         assert samples['sparseety_join_requests_total{result="both"}'] == "2.0"
-        assert samples["sparseety_verify_backlog_requests"] == "0.0"
         assert samples["sparseety_verify_duration_seconds_count"] == "2.0"
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=WAIT)
