@@ -101,7 +101,7 @@ class FrontProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._close_timer:
             self._close_timer.cancel()
-        if self._active and not self._active.response_complete:
+        if self._active and not self._active.response_complete:  # uvicorn tells the newest request, and no relay
             self._active.leave()
         super().connection_lost(exc)
         # Both lead back here; a circle would stay in memory until the collector comes by.

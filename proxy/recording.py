@@ -155,10 +155,14 @@ class Recording:
         self._reads = self._bytes = 0
         self._steps: list[Step] = []  # that are not recorded yet
         self.waiting_bytes = 0  # in them
-        self._captured = recorder.writer is not None  # and neither paused nor failed since
-        self._decision: Decision = "captured" if self._captured else "skipped"
+        self._decision: Decision = "captured" if recorder.writer else "skipped"
         self._ending: tuple[Outcome, float, str | None] | None = None
         self._capture: RequestCapture | None = None  # made with its first record: here its code would be cold
+
+    @property
+    def _captured(self) -> bool:
+        """There is a log, and the capture is neither paused nor failed."""
+        return self._decision == "captured"
 
     @property
     def uuid(self) -> str:
@@ -287,7 +291,7 @@ class Recording:
         return records
 
     def _give_up(self, why: Decision) -> None:
-        self._captured, self._capture, self._decision = False, None, why
+        self._capture, self._decision = None, why
 
     def _ending_unread(self, outcome: Outcome, ts: float, error: str | None) -> Response:
         return Response(
